@@ -1,0 +1,88 @@
+#include "common.h"
+
+#include "mlx/transforms.h"
+
+namespace dflash {
+
+namespace {
+
+std::string describe(const mx::Shape& shape) {
+  std::ostringstream out;
+  out << "(";
+  for (size_t i = 0; i < shape.size(); ++i) {
+    out << (i ? ", " : "");
+    if (shape[i] < 0) {
+      out << "any";
+    } else {
+      out << shape[i];
+    }
+  }
+  out << (shape.size() == 1 ? ",)" : ")");
+  return out.str();
+}
+
+}  // namespace
+
+void expect_shape(const char* op, const char* name, const mx::array& x, const mx::Shape& shape) {
+  bool same = x.ndim() == shape.size();
+  for (size_t i = 0; same && i < shape.size(); ++i) {
+    same = shape[i] < 0 || x.shape(i) == shape[i];
+  }
+  if (!same) {
+    refuse(op, "expected ", name, " of shape ", describe(shape), " but got ", describe(x.shape()));
+  }
+}
+
+void expect_floating(const char* op, const char* name, const mx::array& x) {
+  if (x.dtype() != mx::float32 && x.dtype() != mx::float16 && x.dtype() != mx::bfloat16) {
+    refuse(op, "expected ", name, " in float32, float16 or bfloat16 but got ", x.dtype());
+  }
+}
+
+void expect_dtype(const char* op, const char* name, const mx::array& x, mx::Dtype dtype) {
+  if (x.dtype() != dtype) {
+    refuse(op, "expected ", name, " in ", dtype, " but got ", x.dtype());
+  }
+}
+
+mx::array per_row(
+    const char* op, const char* name, const mx::array& x, int batch, mx::Stream stream) {
+  if (!mx::issubdtype(x.dtype(), mx::integer)) {
+    refuse(op, "expected ", name, " as integers but got ", x.dtype());
+  }
+  expect_shape(op, name, x, {batch});
+  return mx::contiguous(mx::astype(x, mx::int32, stream), false, stream);
+}
+
+void expect_not_empty(const char* op, const char* name, const mx::array& x) {
+  if (x.size() == 0) {
+    refuse(op, "expected ", name, " with no empty dimension but got shape ", describe(x.shape()));
+  }
+}
+
+cpu::Type cpu_type(mx::Dtype dtype) {
+  return dtype == mx::float32   ? cpu::Type::f32
+         : dtype == mx::float16 ? cpu::Type::f16
+                                : cpu::Type::bf16;
+}
+
+const char* shader_type(mx::Dtype dtype) {
+  return dtype == mx::float32 ? "float" : dtype == mx::float16 ? "half" : "bfloat";
+}
+
+void KernelPrimitive::eval_cpu(
+    const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+#ifdef DFLASH_METAL_MOCK  // tests run the Metal host code on Linux, on a mock device
+  mx::synchronize(stream());
+  run_metal(inputs, outputs);
+#else
+  run_cpu(inputs, outputs);
+#endif
+}
+
+void KernelPrimitive::eval_gpu(
+    const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  run_metal(inputs, outputs);
+}
+
+}  // namespace dflash

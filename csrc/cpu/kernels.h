@@ -1,0 +1,60 @@
+// The CPU kernels: plain pointers, no MLX, compiled once for each instruction set.
+#pragma once
+
+#include <cstddef>
+
+namespace dflash::cpu {
+
+enum class Type { f32, f16, bf16 };
+
+struct GatedDelta {
+  const void *q, *k;        ///< [B, T, Hk, Dk]
+  const void* v;            ///< [B, T, Hv, Dv]
+  const float* g;           ///< [B, T, Hv] or [B, T, Hv, Dk]
+  const float* beta;        ///< [B, T, Hv]
+  const float* state;       ///< [B, Hv, Dv, Dk]
+  const bool* mask;         ///< [B, T] or null
+  const float* tape_g;      ///< null without a tape
+  const void* tape_k;       ///< [B, tape_inputs, Hk, Dk]
+  const float* tape_delta;  ///< [B, tape_inputs, Hv, Dv]
+  const bool* tape_valid;   ///< [B, tape_inputs] or null
+  const int* keep;          ///< [B]
+  void* y;                  ///< [B, T, Hv, Dv]
+  float* delta;             ///< [B, T, Hv, Dv], null where nothing is recorded
+  float* state_out;         ///< [B, Hv, Dv, Dk], null where the state is not written
+  bool commits;             ///< state_out is the state after the inputs, else after the replay
+  bool vector_decay;
+  int batch, inputs, tape_inputs, key_heads, value_heads, key_dim, value_dim;
+  Type type;
+};
+
+struct Gates {
+  const void *a, *b;             ///< [rows, heads]
+  const float *A_log, *dt_bias;  ///< [heads]
+  float *g, *beta;               ///< [rows, heads]
+  size_t rows;
+  int heads;
+  Type type;
+};
+
+struct CausalConv1d {
+  const void* x;       ///< [B, T, C]
+  const void* weight;  ///< [C, K]
+  const void* window;  ///< [B, K - 1, C]
+  void* out;           ///< [B, T, C]
+  int batch, inputs, channels, taps;
+  Type type;
+};
+
+/// One instruction set's kernels. `part` of `parts` is the share of one thread.
+struct Kernels {
+  const char* name;
+  void (*gated_delta)(const GatedDelta&, int part, int parts);
+  void (*gates)(const Gates&, int part, int parts);
+  void (*causal_conv1d)(const CausalConv1d&, int part, int parts);
+};
+
+/// The best set that this machine runs, or the one DFLASH_NATIVE_ISA names.
+const Kernels& kernels();
+
+}  // namespace dflash::cpu

@@ -1,0 +1,12 @@
+// What each instruction set's copy of the kernel files defines; CMake sets DFLASH_ISA.
+#pragma once
+
+#include "kernels.h"
+
+namespace dflash::cpu::DFLASH_ISA {
+
+void gated_delta(const GatedDelta& p, int part, int parts);
+void gates(const Gates& p, int part, int parts);
+void causal_conv1d(const CausalConv1d& p, int part, int parts);
+
+}  // namespace dflash::cpu::DFLASH_ISA

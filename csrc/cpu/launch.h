@@ -1,0 +1,44 @@
+// Queueing a CPU kernel on an MLX stream.
+#pragma once
+
+#include <algorithm>
+
+#include "mlx/allocator.h"
+#include "mlx/array.h"
+#include "mlx/backend/cpu/encoder.h"
+
+#include "../common.h"
+#include "parallel.h"
+
+namespace dflash::cpu {
+
+inline void allocate(std::vector<mx::array>& outputs) {
+  for (auto& out : outputs) {
+    out.set_data(mx::allocator::malloc(out.nbytes()));
+  }
+}
+
+/// `work` runs on the stream's thread, after what was queued before it. What it throws surfaces at
+/// the next mx.eval that depends on it.
+template <typename Work>
+void dispatch(mx::Stream stream, Work&& work) {
+  mx::cpu::get_command_encoder(stream).dispatch(std::forward<Work>(work));
+}
+
+/// Shares a kernel among the threads, more of them for more multiply-adds.
+inline void share(size_t multiply_adds, const std::function<void(int, int)>& kernel) {
+  constexpr size_t kWorthAThread = 1 << 16;
+  parallel(int(std::min<size_t>(1 + multiply_adds / kWorthAThread, threads())), kernel);
+}
+
+/// Refuses device values outside 0 .. limit.
+inline void expect_range(
+    const char* op, const char* name, const int* values, int count, int limit) {
+  for (int i = 0; i < count; ++i) {
+    if (values[i] < 0 || values[i] > limit) {
+      refuse(op, "expected ", name, "[", i, "] in 0 .. ", limit, " but got ", values[i]);
+    }
+  }
+}
+
+}  // namespace dflash::cpu

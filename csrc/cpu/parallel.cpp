@@ -1,0 +1,105 @@
+#include "parallel.h"
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdlib>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#if !defined(_WIN32)
+#include <unistd.h>
+#endif
+
+namespace dflash::cpu {
+namespace {
+
+class Pool {
+ public:
+  explicit Pool(int workers) {
+    for (int i = 0; i < workers; ++i) {
+      std::thread([this, i] { work(i + 1); }).detach();
+    }
+  }
+
+  void run(int parts, const std::function<void(int, int)>& job) {
+    std::lock_guard<std::mutex> one_at_a_time(callers_);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      job_ = &job;
+      parts_ = parts;
+      left_ = parts - 1;
+      ++generation_;
+    }
+    start_.notify_all();
+    job(0, parts);
+    std::unique_lock<std::mutex> lock(mutex_);
+    done_.wait(lock, [this] { return left_ == 0; });
+  }
+
+ private:
+  void work(int part) {
+    long seen = 0;
+    for (;;) {
+      const std::function<void(int, int)>* job;
+      int parts;
+      {
+        std::unique_lock<std::mutex> lock(mutex_);
+        start_.wait(lock, [&] { return generation_ != seen; });
+        seen = generation_;
+        job = job_;
+        parts = parts_;
+      }
+      if (part >= parts) continue;
+      (*job)(part, parts);
+      std::lock_guard<std::mutex> lock(mutex_);
+      if (--left_ == 0) done_.notify_one();
+    }
+  }
+
+  std::mutex callers_, mutex_;
+  std::condition_variable start_, done_;
+  const std::function<void(int, int)>* job_ = nullptr;
+  int parts_ = 0, left_ = 0;
+  long generation_ = 0;
+};
+
+/// The pool lives as long as the process; a forked child, which inherits no threads, makes its own.
+Pool& pool() {
+  static std::mutex mutex;
+  static Pool* current = nullptr;
+  static long owner = 0;
+  std::lock_guard<std::mutex> lock(mutex);
+  long process = 0;
+#if !defined(_WIN32)
+  process = getpid();
+#endif
+  if (!current || owner != process) {
+    current = new Pool(threads() - 1);
+    owner = process;
+  }
+  return *current;
+}
+
+}  // namespace
+
+int threads() {
+  static const int count = [] {
+    const char* wanted = std::getenv("DFLASH_NATIVE_NUM_THREADS");
+    const int asked = wanted ? std::atoi(wanted) : 0;
+    return asked > 0 ? asked : std::max(1, int(std::thread::hardware_concurrency()));
+  }();
+  return count;
+}
+
+void parallel(int parts, const std::function<void(int part, int parts)>& work) {
+  parts = std::min(parts, threads());
+  if (parts <= 1) {
+    work(0, 1);
+  } else {
+    pool().run(parts, work);
+  }
+}
+
+}  // namespace dflash::cpu

@@ -1,0 +1,96 @@
+#include "gated_delta_gates.h"
+
+#include "cpu/launch.h"
+#include "gpu/cuda.h"
+#include "gpu/metal.h"
+
+namespace dflash {
+
+std::pair<mx::array, mx::array> gated_delta_gates(
+    const mx::array& a,
+    const mx::array& b,
+    const mx::array& A_log,
+    const mx::array& dt_bias,
+    mx::StreamOrDevice where) {
+  const char* op = "gated_delta_gates";
+  const auto stream = mx::to_stream(where);
+  expect_shape(op, "a", a, {-1, -1, -1});
+  expect_shape(op, "b", b, a.shape());
+  expect_not_empty(op, "a", a);
+  expect_floating(op, "a", a);
+  expect_dtype(op, "b", b, a.dtype());
+  const int heads = a.shape(2);
+  for (auto [name, x] : {std::pair{"A_log", A_log}, std::pair{"dt_bias", dt_bias}}) {
+    expect_shape(op, name, x, {heads});
+    expect_floating(op, name, x);
+  }
+  std::vector<mx::array> operands;
+  for (const auto& x : {a, b}) {
+    operands.push_back(mx::contiguous(x, false, stream));
+  }
+  for (const auto& x : {A_log, dt_bias}) {
+    operands.push_back(mx::contiguous(mx::astype(x, mx::float32, stream), false, stream));
+  }
+  std::vector<mx::Shape> shapes = {a.shape(), a.shape()};
+  std::vector<mx::Dtype> dtypes = {mx::float32, mx::float32};
+  if (cuda::runs_on(stream)) {
+    auto out = cuda::launch(
+        "gated_delta_gates",
+        {"gated_delta_gates.h"},
+        {"a", "b", "A_log", "dt_bias"},
+        {"g", "beta"},
+        "const int at = blockIdx.x * blockDim.x + threadIdx.x;\n"
+        "const int size = a_shape[0] * a_shape[1] * a_shape[2];\n"
+        "if (at < size) gated_delta_gates<T>(a, b, A_log, dt_bias, g, beta, a_shape[2], at);\n",
+        operands,
+        std::move(shapes),
+        std::move(dtypes),
+        {int(a.size()), 1, 1},
+        {128, 1, 1},
+        {{"T", a.dtype()}},
+        stream);
+    return {out[0], out[1]};
+  }
+  auto out = mx::array::make_arrays(
+      std::move(shapes), dtypes, std::make_shared<GatedDeltaGates>(stream), std::move(operands));
+  return {out[0], out[1]};
+}
+
+void GatedDeltaGates::run_cpu(
+    const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  cpu::allocate(outputs);
+  cpu::Gates args{
+      .a = inputs[0].data<void>(),
+      .b = inputs[1].data<void>(),
+      .A_log = inputs[2].data<float>(),
+      .dt_bias = inputs[3].data<float>(),
+      .g = outputs[0].data<float>(),
+      .beta = outputs[1].data<float>(),
+      .rows = size_t(inputs[0].shape(0)) * inputs[0].shape(1),
+      .heads = inputs[0].shape(2),
+      .type = cpu_type(inputs[0].dtype())};
+  cpu::dispatch(stream(), [args] {
+    constexpr size_t kCostOfAnElement = 64;
+    cpu::share(args.rows * args.heads * kCostOfAnElement, [&](int part, int parts) {
+      cpu::kernels().gates(args, part, parts);
+    });
+  });
+}
+
+void GatedDeltaGates::run_metal(
+    const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  const std::string type = shader_type(inputs[0].dtype());
+  metal::Launch launch(
+      stream(),
+      "gated_delta_gates",
+      "gated_delta_gates_" + type,
+      "gated_delta_gates_kernel<" + type + ">",
+      {});
+  metal::allocate(outputs);
+  for (int i = 0; i < 4; ++i) launch.input(inputs[i], i);
+  for (int i = 0; i < 2; ++i) launch.output(outputs[i], 4 + i);
+  launch.scalar(inputs[0].shape(2), 6);
+  launch.threads({int(inputs[0].size()), 1, 1}, {128, 1, 1});
+}
+
+}  // namespace dflash

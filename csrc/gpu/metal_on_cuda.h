@@ -1,0 +1,44 @@
+// What the bodies in metal/ need of Metal, in CUDA. Address spaces are empty words, a SIMD group is
+// a warp, and the arithmetic is spelled so that the compiler contracts nothing.
+#pragma once
+
+#define METAL_FUNC __device__ __forceinline__
+#define device
+#define thread
+#define threadgroup
+#define constant
+
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef __half half;
+typedef __nv_bfloat16 bfloat;
+
+METAL_FUNC float mul_rn(float a, float b) {
+  return __fmul_rn(a, b);
+}
+
+METAL_FUNC float add_rn(float a, float b) {
+  return __fadd_rn(a, b);
+}
+
+METAL_FUNC float fma_rn(float a, float b, float c) {
+  return __fmaf_rn(a, b, c);
+}
+
+METAL_FUNC float exp_rn(float x) {
+  return ::expf(x);
+}
+
+METAL_FUNC float log_rn(float x) {
+  return ::logf(x);
+}
+
+METAL_FUNC float poison() {
+  return __int_as_float(0x7fc00000);
+}
+
+METAL_FUNC float simd_shuffle_xor(float x, ushort mask) {
+  return __shfl_xor_sync(0xffffffffu, x, mask);
+}
+
+#define float4(x, y, z, w) make_float4(x, y, z, w)

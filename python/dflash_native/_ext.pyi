@@ -1,0 +1,52 @@
+"""Types of the extension; documented in `dflash_native.ops`."""
+
+import mlx.core as mx
+
+MLX_VERSION: str
+NANOBIND_VERSION: str
+
+_Stream = mx.Stream | mx.Device | None
+_Tape = tuple[mx.array, mx.array, mx.array, mx.array | None]
+
+def round_trip(x: mx.array) -> mx.array: ...
+def cpu_isa() -> str: ...
+def cpu_threads() -> int: ...
+def metal_kernel_source() -> str: ...
+def shader_hash() -> str: ...
+def gated_delta_gates(
+    a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array, stream: _Stream = None
+) -> tuple[mx.array, mx.array]: ...
+def gated_delta_verify(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    tape: _Tape | None = None,
+    keep: mx.array | None = None,
+    mask: mx.array | None = None,
+    stream: _Stream = None,
+) -> tuple[mx.array, mx.array, mx.array]: ...
+def gated_delta_step(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    mask: mx.array | None = None,
+    stream: _Stream = None,
+) -> tuple[mx.array, mx.array]: ...
+def gated_delta_replay(
+    state: mx.array, tape: _Tape, keep: mx.array, stream: _Stream = None
+) -> mx.array: ...
+def causal_conv1d_verify(
+    x: mx.array, weight: mx.array, window: mx.array, stream: _Stream = None
+) -> mx.array: ...
+def conv_window(
+    window: mx.array, x: mx.array, keep: mx.array, stream: _Stream = None
+) -> mx.array: ...
+def kv_write(
+    cache: mx.array, new: mx.array, lengths: mx.array, stream: _Stream = None
+) -> mx.array: ...

@@ -1,0 +1,35 @@
+"""The demo pair: a small trained target, its DFlash draft and twenty prompts, as plain files.
+
+`MODEL_CARD.md` beside this file tells what they are. A successor replaces the files, not code.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+TARGET = Path(__file__).parent / "target"
+"""A folder in mlx-lm's quantised layout: 8 bits, groups of 64. `mlx_lm.load` reads it too."""
+
+DRAFT = Path(__file__).parent / "draft"
+"""A DFlash checkpoint in bf16."""
+
+
+class Prompt(NamedTuple):
+    """The beginning of a file, for the target to continue."""
+
+    name: str
+    kind: str
+    """What sort of text it is, such as "parser" or "test"."""
+    text: str
+    """Whole lines, 96 to 128 of the target's tokens."""
+
+
+def prompts() -> list[Prompt]:
+    """The shipped prompts, always in the same order."""
+    entries = json.loads((Path(__file__).parent / "prompts.json").read_text(encoding="utf-8"))
+    return [
+        Prompt(entry["name"], entry["kind"], "".join(f"{line}\n" for line in entry["lines"]))
+        for entry in entries
+    ]

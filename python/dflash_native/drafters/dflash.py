@@ -1,0 +1,315 @@
+"""The DFlash block-diffusion drafter: one pass over `[anchor, mask, mask, …]` proposes a block.
+
+The forward pass is that of the published DFlash and DFlash2 checkpoints and stays lazy throughout.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.rope_utils import initialize_rope
+
+from .config import DFlashConfig
+from .context import ContextCache, sliding_mask
+from .dflash2 import CandidateSelector, GroupedDynamicConv
+from .protocol import TargetLike
+from .weights import check_dtype, load_weights
+
+Mask = mx.array | str | None
+
+
+class Attention(nn.Module):
+    """Queries from the block; keys and values from context and block by the same projections."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        hidden, self.head_dim = config.hidden_size, config.head_dim
+        self.q_proj = nn.Linear(hidden, config.num_attention_heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=False)
+        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+
+    def _heads(self, x: mx.array) -> mx.array:
+        return x.reshape(*x.shape[:2], -1, self.head_dim)
+
+    def store(
+        self, rows: mx.array, rope: nn.Module, position: int, cache: ContextCache, committed: int
+    ) -> None:
+        """Write the keys and values of `rows [1, T, H]`, from `position` on, after the context."""
+        keys = self.k_norm(self._heads(self.k_proj(rows))).transpose(0, 2, 1, 3)
+        values = self._heads(self.v_proj(rows)).transpose(0, 2, 1, 3)
+        cache.write(rope(keys, offset=position), values, committed)
+
+    def __call__(
+        self, x: mx.array, rope: nn.Module, position: int, cache: ContextCache, mask: Mask
+    ) -> mx.array:
+        """`x [1, B, H]` at `position …`, whose keys and values were stored, to `[1, B, H]`."""
+        queries = self.q_norm(self._heads(self.q_proj(x))).transpose(0, 2, 1, 3)
+        queries = rope(queries, offset=position)
+        keys, values = cache.read(x.shape[1])
+        scale = self.head_dim**-0.5
+        y = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
+        return self.o_proj(y.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """A pre-norm layer. The context reaches its attention as it is: no norm and no convolution."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        if config.is_dflash2:
+            self.attention_conv = GroupedDynamicConv(config)
+            self.mlp_conv = GroupedDynamicConv(config)
+        self.convolves = config.is_dflash2
+
+    def append(
+        self, context: mx.array, rope: nn.Module, position: int, cache: ContextCache
+    ) -> None:
+        """Add `context [1, n, H]`, which ends before `position`, to this layer's cache."""
+        rows = _reachable(context, cache)
+        new = rows.shape[1]
+        self.self_attn.store(rows, rope, position - new, cache, new)
+
+    def __call__(
+        self,
+        x: mx.array,
+        context: mx.array | None,
+        rope: nn.Module,
+        position: int,
+        cache: ContextCache,
+        mask: Mask,
+    ) -> mx.array:
+        """The block `x [1, B, H]` at `position …` after `context [1, n, H]`, in no cache yet."""
+        inner = self.input_layernorm(x)
+        if self.convolves:
+            before, after = self.attention_conv.kernels(inner)
+            inner = self.attention_conv(inner, before)
+        rows, new = inner, 0
+        if context is not None:
+            context = _reachable(context, cache)
+            rows, new = mx.concatenate([context, inner], axis=1), context.shape[1]
+        self.self_attn.store(rows, rope, position - new, cache, new)
+        y = self.self_attn(inner, rope, position, cache, mask)
+        x = x + (self.attention_conv(y, after) if self.convolves else y)
+
+        inner = self.post_attention_layernorm(x)
+        if not self.convolves:
+            return x + self.mlp(inner)
+        before, after = self.mlp_conv.kernels(inner)
+        return x + self.mlp_conv(self.mlp(self.mlp_conv(inner, before)), after)
+
+
+def _reachable(context: mx.array, cache: ContextCache) -> mx.array:
+    skipped = cache.skip(context.shape[1])
+    return context[:, skipped:] if skipped else context
+
+
+class DFlashModel(nn.Module):
+    """The draft's weights. Embedding table and LM head are the target's."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        hidden = config.hidden_size
+        self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.layers = [Layer(config) for _ in range(config.num_hidden_layers)]
+        self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        if config.is_dflash2:
+            self.candidate_selector = CandidateSelector(config)
+        self.rope = initialize_rope(
+            config.head_dim,
+            config.rope_theta,
+            False,
+            None if config.rope_scaling is None else dict(config.rope_scaling),
+            config.max_position_embeddings,
+        )
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.norm.weight.dtype
+
+    def context(self, taps: mx.array) -> mx.array:
+        """`taps [1, n, len(target_layer_ids) * H]` to the rows `[1, n, H]` shared by all layers."""
+        return self.hidden_norm(self.fc(taps.astype(self.dtype)))
+
+
+class DFlashDrafter:
+    """A DFlash or DFlash2 draft: weights shared by any number of sessions."""
+
+    def __init__(self, config: DFlashConfig, model: DFlashModel) -> None:
+        check_dtype(model.dtype)
+        self.config, self.model = config, model
+        self.tap_layers = config.target_layer_ids
+        self.context_rows = config.context_rows
+        self.max_drafts = config.block_size - 1
+
+    @classmethod
+    def load(cls, path: str | Path, dtype: mx.Dtype | None = None) -> DFlashDrafter:
+        """Load a folder with `config.json` and `model.safetensors` or `model-*.safetensors` shards.
+
+        `dtype`: bfloat16 or float32; None keeps the stored one. Raises FileNotFoundError for a
+        missing file and ValueError for a configuration, a file, a tensor or a dtype that does not
+        fit, always naming it.
+        """
+        folder = Path(path)
+        config = DFlashConfig.load(folder)
+        model = DFlashModel(config)
+        model.load_weights(list(load_weights(folder, config, dtype).items()))
+        model.eval()
+        return cls(config, model)
+
+    def begin(self, target: TargetLike) -> DFlashSession:
+        """A fresh session for one request. Raises TypeError or ValueError for a misfit."""
+        if isinstance(target, (DFlashDrafter, DFlashModel)):
+            raise TypeError("[DFlashDrafter.begin] expected a target model but got a DFlash draft")
+        for name in ("hidden_size", "vocab_size"):
+            ours, theirs = getattr(self.config, name), getattr(target, name)
+            if ours != theirs:
+                raise ValueError(
+                    f"[DFlashDrafter.begin] expected a target of {name} {ours} but got {theirs}"
+                )
+        if max(self.tap_layers) >= target.num_layers:
+            raise ValueError(
+                f"[DFlashDrafter.begin] expected a target with layer {max(self.tap_layers)} "
+                f"(target_layer_ids {list(self.tap_layers)}) but got {target.num_layers} layers"
+            )
+        return DFlashSession(self, target)
+
+
+class DFlashSession:
+    """One request's draft context. Positions are host integers and everything else stays lazy."""
+
+    def __init__(self, drafter: DFlashDrafter, target: TargetLike) -> None:
+        self.config, self.model, self.target = drafter.config, drafter.model, target
+        config, dtype = self.config, self.model.dtype
+        self.max_drafts = drafter.max_drafts
+        self.position = 0
+        """The next position to come: as many positions are committed."""
+        self.finite: mx.array | None = None
+        """Lazy bool [], whether the first proposal's logits were all finite. None before it."""
+        self._caches = [
+            ContextCache(config.num_key_value_heads, config.head_dim, dtype, config.window(layer))
+            for layer in range(config.num_hidden_layers)
+        ]
+        self._waiting: mx.array | None = None
+        self._mask_tokens = mx.full((1, self.max_drafts), config.mask_token_id, dtype=mx.int32)
+        self._sliding_mask: mx.array | None = None
+        self._began = False
+
+    def extend(self, taps: mx.array, position: int) -> None:
+        """Append the committed positions `position … position + n - 1` (see `DraftSession.extend`).
+
+        A round's few rows wait for the next block and share its projections; a longer run goes into
+        the caches. Raises ValueError where the shape or the position does not fit.
+        """
+        columns = len(self.config.target_layer_ids) * self.config.hidden_size
+        if taps.ndim != 3 or taps.shape[0] != 1 or taps.shape[2] != columns:
+            raise ValueError(f"[extend] expected taps (1, n, {columns}) but got {taps.shape}")
+        cut = not self._began and self.config.context_rows is not None
+        if position != self.position and not (cut and position > 0):
+            raise ValueError(f"[extend] expected position {self.position} but got {position}")
+        new, reach = taps.shape[1], self.config.context_rows
+        if new == 0:
+            return
+        self._began = True
+        self.position = position + new
+        if reach is not None and new > reach:
+            taps = taps[:, -reach:]
+        context = self.model.context(taps)
+        if self._waiting is not None:
+            context = mx.concatenate([self._waiting, context], axis=1)
+        self._waiting = context
+        if context.shape[1] > self.config.block_size:
+            self._waiting = None
+            for layer, cache in zip(self.model.layers, self._caches, strict=True):
+                layer.append(context, self.model.rope, self.position, cache)
+
+    def hidden(self, pending: mx.array, position: int) -> mx.array:
+        """The block's hidden states `[1, block_size, H]` before the final norm.
+
+        `pending [1, 1]` int stands at `position`, the first one that is not committed. Only context
+        stays in the caches. Raises ValueError where the shape or the position does not fit.
+        """
+        if pending.shape != (1, 1):
+            raise ValueError(f"[propose] expected pending (1, 1) but got {pending.shape}")
+        if position != self.position:
+            raise ValueError(f"[propose] expected position {self.position} but got {position}")
+        block = mx.concatenate([pending.astype(mx.int32), self._mask_tokens], axis=1)
+        x = self.target.embed(block).astype(self.model.dtype)
+        if self.config.input_embedding_scale != 1.0:
+            x = x * self.config.input_embedding_scale
+        context, self._waiting = self._waiting, None
+        new = 0 if context is None else context.shape[1]
+        for index, layer in enumerate(self.model.layers):
+            mask = self._mask(index, self._caches[index].rows + new)
+            x = layer(x, context, self.model.rope, position, self._caches[index], mask)
+        return x
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """`hidden [1, n, H]` after the final norm to `[1, n, V]`, with multiplier and softcap.
+
+        The head works in the target's dtype; multiplier and softcap, where there are any, in fp32.
+        """
+        logits = self.target.logits(hidden.astype(self.target.dtype))
+        if self.config.output_multiplier != 1.0:
+            logits = logits.astype(mx.float32) * self.config.output_multiplier
+        if self.config.final_logit_softcapping is not None:
+            cap = self.config.final_logit_softcapping
+            logits = cap * mx.tanh(logits.astype(mx.float32) / cap)
+        return logits
+
+    def propose(self, pending: mx.array, position: int, count: int) -> mx.array:
+        """Greedy drafts for `position + 1 … position + count`, int32 `[1, count]`.
+
+        The block always has its trained width; only its first `count` mask rows go through the
+        head. Ties go to the lowest id. Raises ValueError unless `1 <= count <= max_drafts`.
+        """
+        if not 1 <= count <= self.max_drafts:
+            raise ValueError(
+                f"[propose] expected a count from 1 to {self.max_drafts} but got {count}"
+            )
+        hidden = self.model.norm(self.hidden(pending, position)[:, 1 : 1 + count])
+        logits = self.logits(hidden)
+        if self.finite is None:
+            self.finite = mx.all(mx.isfinite(logits))
+        if self.config.is_dflash2:
+            return self.model.candidate_selector.greedy(hidden, logits, pending)
+        return mx.argmax(logits, axis=-1).astype(mx.int32)
+
+    def arrays(self) -> list[mx.array]:
+        """Every array of this session's state, for `mx.eval`."""
+        arrays = [array for cache in self._caches for array in cache.arrays()]
+        return arrays + [a for a in (self._waiting, self.finite) if a is not None]
+
+    def _mask(self, layer: int, rows: int) -> Mask:
+        """The mask of a block after `rows` of context; an array past the window only."""
+        window, causal = self.config.window(layer), self.config.causal(layer)
+        block = self.config.block_size
+        if window is None or rows + block <= window:
+            return "causal" if causal else None
+        visible = min(rows, window - 1)
+        if self._sliding_mask is None or self._sliding_mask.shape[1] != visible + block:
+            self._sliding_mask = sliding_mask(visible, block, window, causal)
+        return self._sliding_mask

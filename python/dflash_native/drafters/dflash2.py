@@ -1,0 +1,97 @@
+"""What DFlash2 adds to DFlash: grouped dynamic convolutions and the candidate selector."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .config import DFlashConfig
+
+
+class GroupedDynamicConv(nn.Module):
+    """A causal convolution over the rows of one block whose kernel depends on the row.
+
+    `out[i, c] = sum_t (base[side, t, c] + delta[i, side, t, c // G]) * x[i - t, c]`, rows before
+    the block count as zero. Side 0 works on a sublayer's input, side 1 on its output, both with the
+    input's `delta`.
+    """
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.taps, self.group = config.conv_kernel_size, config.conv_group_size
+        groups = config.hidden_size // self.group
+        self.base_kernel = mx.zeros((2, self.taps, config.hidden_size))
+        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * groups, bias=False)
+
+    def kernels(self, x: mx.array) -> mx.array:
+        """A sublayer's normed input `x [1, B, H]` to both kernels `[2, 1, B, K, H/G, G]` fp32."""
+        batch, block, hidden = x.shape
+        groups = hidden // self.group
+        delta = self.kernel_projection(x).astype(mx.float32)
+        delta = delta.reshape(batch, block, 2, self.taps, groups, 1)
+        base = self.base_kernel.astype(mx.float32)
+        base = base.reshape(2, self.taps, groups, self.group)
+        return mx.moveaxis(base + delta, 2, 0)
+
+    def __call__(self, x: mx.array, kernel: mx.array) -> mx.array:
+        """`x [1, B, H]` with one side's `kernel [1, B, K, H/G, G]` to `[1, B, H]` in x's dtype."""
+        block = x.shape[1]
+        rows = x.astype(mx.float32).reshape(*x.shape[:2], -1, self.group)
+        padded = mx.pad(rows, ((0, 0), (self.taps - 1, 0), (0, 0), (0, 0)))
+        total = kernel[:, :, 0] * rows
+        for tap in range(1, self.taps):
+            first = self.taps - 1 - tap
+            total = total + kernel[:, :, tap] * padded[:, first : first + block]
+        return total.reshape(x.shape).astype(x.dtype)
+
+
+class CandidateSelector(nn.Module):
+    """Chooses a path through every slot's best candidates by the scores of slots and steps."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.top_k = config.selector_top_k
+        codebook = (config.vocab_size, config.selector_rank)
+        self.predecessor_codebook = mx.zeros(codebook)
+        self.successor_codebook = mx.zeros(codebook)
+        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+
+    def greedy(self, hidden: mx.array, logits: mx.array, anchor: mx.array) -> mx.array:
+        """The greedy path from the anchor, int32 `[1, n]`.
+
+        `hidden [1, n, H]` after the final norm, `logits [1, n, V]` after multiplier and softcap,
+        `anchor [1, 1]` int. Slot j takes the argmax of `unary[c] + <A[pred] * (P h_j), B[c]>` over
+        its candidates, `pred` the choice of slot j - 1. Ties go to the lowest id. Scores are fp32.
+        """
+        logits = logits[0].astype(mx.float32)
+        candidates = top_candidates(logits, self.top_k)
+        unary = mx.take_along_axis(logits, candidates, axis=-1)
+        step = self.hidden_projection(hidden)[0].astype(mx.float32)
+        successors = self.successor_codebook[candidates].astype(mx.float32) * step[:, None]
+        # The best candidate of a slot for each one of the slot before: the walk only looks up.
+        before = mx.concatenate(
+            [mx.broadcast_to(anchor.astype(mx.int32), (1, self.top_k)), candidates[:-1]]
+        )
+        predecessors = self.predecessor_codebook[before].astype(mx.float32)
+        edges = predecessors @ successors.swapaxes(1, 2)
+        best = mx.argmax(unary[:, None] + edges, axis=-1)
+        tokens = mx.take_along_axis(candidates, best.astype(mx.int32), axis=-1)
+        at, path = best[0, :1], [tokens[0, :1]]
+        for slot in range(1, best.shape[0]):
+            path.append(tokens[slot][at])
+            at = best[slot][at]
+        return mx.concatenate(path)[None]
+
+
+def top_candidates(logits: mx.array, count: int) -> mx.array:
+    """Ids of the `count` largest of `logits [n, V]` fp32, int32 `[n, count]` in ascending order.
+
+    Equal logits go by the lower id, also at the border, so that the set does not hang on a
+    partition's order.
+    """
+    vocab = logits.shape[-1]
+    bits = mx.view(logits, mx.int32).astype(mx.int64)
+    rank = mx.where(bits < 0, -(2**31) - bits, bits)  # in the order of the floats, -0 equal to 0
+    key = rank * vocab - mx.arange(vocab, dtype=mx.int64)
+    chosen = mx.argpartition(key, vocab - count, axis=-1)[:, vocab - count :]
+    return mx.sort(chosen, axis=-1).astype(mx.int32)

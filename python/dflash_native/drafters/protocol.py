@@ -1,0 +1,67 @@
+"""What a drafter is to the loop: two small protocols, one for the weights and one for a request."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+import mlx.core as mx
+
+
+class TargetLike(Protocol):
+    """The part of a target that a drafter uses. `dflash_native.targets.Target` has it."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    dtype: mx.Dtype
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """`tokens [B, T]` int to `[B, T, H]`, with the target's own embedding scale."""
+        ...
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """`hidden [B, T, H]` (after a final norm) to `[B, T, V]`: the LM head or the tied table."""
+        ...
+
+
+@runtime_checkable
+class DraftSession(Protocol):
+    """A drafter's state for one request. Every call is lazy: nothing here waits for the device."""
+
+    def extend(self, taps: mx.array, position: int) -> None:
+        """Append committed context.
+
+        `taps [1, n, len(tap_layers) * H]` belong to the positions `position … position + n - 1`,
+        which follow what came before. The first call may start above 0 where `context_rows` allows
+        it.
+        """
+        ...
+
+    def propose(self, pending: mx.array, position: int, count: int) -> mx.array:
+        """Draft tokens for the positions `position + 1 … position + count`: int32 `[1, count]`.
+
+        `pending [1, 1]` int is the committed token at `position`, which is in no context yet.
+        """
+        ...
+
+    def arrays(self) -> list[mx.array]:
+        """Everything that a caller evaluates to cut the lazy graph."""
+        ...
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """A drafter's weights and what it needs from the target."""
+
+    tap_layers: tuple[int, ...]
+    """0-based target layers whose outputs it reads, in the order of their columns."""
+
+    context_rows: int | None
+    """The most committed rows, newest first, that it can use. None: all of them."""
+
+    max_drafts: int
+    """The most tokens one `propose` gives."""
+
+    def begin(self, target: TargetLike) -> DraftSession:
+        """A fresh session for one request. Raises ValueError where draft and target do not fit."""
+        ...

@@ -1,0 +1,207 @@
+"""The operations of verify and rollback.
+
+Shapes: B batch, T inputs of this call, Hk and Hv key and value heads (Hv a multiple of Hk), Dk and Dv
+head dims (Dk a multiple of 32 up to 256), C channels, K taps. Activations are fp32, fp16 or bf16;
+state, decay, beta and innovations are fp32. The recurrence, per value head, with key head
+`hk = hv // (Hv // Hk)` (gated delta rule, arXiv:2412.06464, eq. 10):
+
+    delta_t = beta_t (v_t - g_t S_{t-1} k_t),   S_t = g_t S_{t-1} + delta_t k_t^T,   y_t = S_t q_t
+
+Callers normalise q and k and fold the scale into q; no operation applies one.
+
+The bits of row i of a result depend on row i's inputs and on the history before them, never on T, on B
+or on other rows. Operations are lazy and run on `stream` (default: MLX's). Each raises ValueError where
+a shape, a dtype or a host value is wrong. Values on the device (`keep`, `lengths`) out of range raise at
+evaluation on the CPU and fill their row with NaN on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+
+from ._native import extension as _ext
+from .tape import Tape
+
+__all__ = [
+    "Tape",
+    "causal_conv1d_verify",
+    "conv_window",
+    "gated_delta_gates",
+    "gated_delta_replay",
+    "gated_delta_step",
+    "gated_delta_verify",
+    "kv_write",
+]
+
+Rows = mx.array | Sequence[int]
+
+
+def _rows(operation: str, name: str, rows: Rows, batch: int, limit: int) -> mx.array:
+    """Host values checked and moved to the device; device values as they are."""
+    if isinstance(rows, mx.array):
+        return rows
+    values = [int(row) for row in rows]
+    if len(values) != batch:
+        raise ValueError(f"[{operation}] expected {batch} values of {name} but got {len(values)}.")
+    for row, value in enumerate(values):
+        if not 0 <= value <= limit:
+            raise ValueError(
+                f"[{operation}] expected {name}[{row}] in 0 .. {limit} but got {value}."
+            )
+    return mx.array(values, dtype=mx.int32)
+
+
+def gated_delta_gates(
+    a: mx.array,
+    b: mx.array,
+    A_log: mx.array,
+    dt_bias: mx.array,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Decay and write strength: `exp(-exp(A_log) softplus(a + dt_bias))` and `sigmoid(b)`.
+
+    Args:
+        a, b: [B, T, Hv], activations.
+        A_log, dt_bias: [Hv], taken to fp32 first.
+
+    Returns:
+        g and beta, [B, T, Hv] fp32. `g` is the linear decay, not its log.
+    """
+    return _ext.gated_delta_gates(a, b, A_log, dt_bias, stream)
+
+
+def gated_delta_verify(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    tape: Tape | None = None,
+    keep: Rows | None = None,
+    mask: mx.array | None = None,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> tuple[mx.array, Tape, mx.array]:
+    """Runs T inputs without committing them, and records the tape that can commit any prefix.
+
+    With the previous call's `tape` and `keep`, those inputs are replayed first, in registers, and the
+    state after them is the new checkpoint: a round reads and writes the state once.
+
+    Args:
+        q, k: [B, T, Hk, Dk].
+        v: [B, T, Hv, Dv].
+        g: [B, T, Hv], or [B, T, Hv, Dk] for a decay of each key dimension; fp32, linear.
+        beta: [B, T, Hv], fp32.
+        state: [B, Hv, Dv, Dk], fp32: the previous checkpoint, or the state where there is no tape.
+        tape: what the previous verify recorded; given with `keep` or not at all.
+        keep: [B], inputs of `tape` to commit, 0 .. its T.
+        mask: [B, T] bool. A masked input gives y = 0 and delta = 0, leaves the state's bits alone and
+            is skipped by replay.
+
+    Returns:
+        y [B, T, Hv, Dv] in v's dtype; the tape of this call; the checkpoint before its inputs
+        [B, Hv, Dv, Dk] (`state` itself where there was no tape).
+    """
+    kept = None
+    if keep is not None:
+        limit = tape.delta.shape[1] if tape is not None else 0
+        kept = _rows("gated_delta_verify", "keep", keep, state.shape[0], limit)
+    y, delta, checkpoint = _ext.gated_delta_verify(
+        q, k, v, g, beta, state, tape, kept, mask, stream
+    )
+    return y, Tape(g, k, delta, mask), checkpoint
+
+
+def gated_delta_step(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    mask: mx.array | None = None,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> tuple[mx.array, mx.array]:
+    """Runs T inputs and commits them: plain decoding and prefill. Arguments as for verify.
+
+    Returns:
+        y [B, T, Hv, Dv] in v's dtype and the state after all inputs, [B, Hv, Dv, Dk] fp32.
+    """
+    return _ext.gated_delta_step(q, k, v, g, beta, state, mask, stream)
+
+
+def gated_delta_replay(
+    state: mx.array,
+    tape: Tape,
+    keep: Rows,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """The state after the first `keep[b]` inputs of `tape`: bit for bit that of as many single steps.
+
+    Args:
+        state: [B, Hv, Dv, Dk] fp32, the checkpoint that the tape's call started from.
+        keep: [B], 0 .. T of the tape.
+    """
+    kept = _rows("gated_delta_replay", "keep", keep, state.shape[0], tape.delta.shape[1])
+    return _ext.gated_delta_replay(state, tape, kept, stream)
+
+
+def causal_conv1d_verify(
+    x: mx.array,
+    weight: mx.array,
+    window: mx.array,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """`silu(conv(x))`, depthwise and causal; in fp32 in the order of the taps, rounded once.
+
+    Args:
+        x: [B, T, C], activations.
+        weight: [C, K] or [C, K, 1], the last tap on the newest input.
+        window: [B, K - 1, C], the inputs before x.
+
+    Returns:
+        [B, T, C] in x's dtype.
+    """
+    return _ext.causal_conv1d_verify(x, weight, window, stream)
+
+
+def conv_window(
+    window: mx.array,
+    x: mx.array,
+    keep: Rows,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """The window [B, K - 1, C] after the first `keep[b]` rows of x [B, T, C]."""
+    kept = _rows("conv_window", "keep", keep, x.shape[0], x.shape[1])
+    return _ext.conv_window(window, x, kept, stream)
+
+
+def kv_write(
+    cache: mx.array,
+    new: mx.array,
+    lengths: Rows,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """Writes new rows at each batch row's own length.
+
+    The cache is donated: written in place unless something else still holds it.
+
+    Args:
+        cache: [B, H, capacity, D].
+        new: [B, H, T, D], in the cache's dtype.
+        lengths: [B], the row that the first new one gets, 0 .. capacity - T.
+
+    Returns:
+        The cache, [B, H, capacity, D].
+    """
+    limit = cache.shape[2] - new.shape[2]
+    return _ext.kv_write(cache, new, _rows("kv_write", "lengths", lengths, cache.shape[0], limit), stream)

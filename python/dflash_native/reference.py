@@ -1,0 +1,113 @@
+"""Plain-MLX oracles, one for each operation: fp32, a loop over time, no kernel.
+
+Every kernel is compared to these. They follow the definitions word for word and are slow on purpose.
+The recurrence is that of "Gated Delta Networks" (Yang, Kautz, Hatamizadeh, arXiv:2412.06464), eq. 10.
+"""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from .tape import Tape
+
+
+def _f32(x: mx.array) -> mx.array:
+    return x.astype(mx.float32)
+
+
+def _decay(g: mx.array) -> mx.array:
+    """`g [B, Hv]` or `[B, Hv, Dk]` as a factor of `S [B, Hv, Dv, Dk]`."""
+    return g[..., None, None] if g.ndim == 2 else g[:, :, None, :]
+
+
+def gated_delta_gates(
+    a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array
+) -> tuple[mx.array, mx.array]:
+    x = _f32(a) + _f32(dt_bias)
+    g = mx.exp(-mx.exp(_f32(A_log)) * mx.logaddexp(x, mx.zeros_like(x)))
+    return g, mx.sigmoid(_f32(b))
+
+
+def _recurrence(q, k, v, g, beta, state, mask):
+    repeats = v.shape[2] // k.shape[2]
+    dtype = v.dtype
+    q, k, v = (_f32(x) for x in (q, k, v))
+    q, k = (mx.repeat(x, repeats, axis=2) for x in (q, k))
+    ys, deltas = [], []
+    for t in range(v.shape[1]):
+        decayed = _decay(g[:, t]) * state
+        delta = beta[:, t, :, None] * (v[:, t] - (decayed * k[:, t, :, None, :]).sum(-1))
+        new = decayed + delta[..., None] * k[:, t, :, None, :]
+        y = (new * q[:, t, :, None, :]).sum(-1)
+        if mask is not None:
+            on = mask[:, t, None, None]
+            y, delta = mx.where(on, y, 0), mx.where(on, delta, 0)
+            new = mx.where(on[..., None], new, state)
+        state = new
+        ys.append(y)
+        deltas.append(delta)
+    return mx.stack(ys, 1).astype(dtype), mx.stack(deltas, 1), state
+
+
+def gated_delta_step(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    mask: mx.array | None = None,
+) -> tuple[mx.array, mx.array]:
+    y, _, state = _recurrence(q, k, v, g, beta, state, mask)
+    return y, state
+
+
+def gated_delta_replay(state: mx.array, tape: Tape, keep: mx.array) -> mx.array:
+    g, k, delta, valid = tape
+    k = mx.repeat(_f32(k), delta.shape[2] // k.shape[2], axis=2)
+    for t in range(delta.shape[1]):
+        new = _decay(g[:, t]) * state + delta[:, t, :, :, None] * k[:, t, :, None, :]
+        on = t < keep
+        if valid is not None:
+            on = on & valid[:, t]
+        state = mx.where(on[:, None, None, None], new, state)
+    return state
+
+
+def gated_delta_verify(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    tape: Tape | None = None,
+    keep: mx.array | None = None,
+    mask: mx.array | None = None,
+) -> tuple[mx.array, Tape, mx.array]:
+    if tape is not None and keep is not None:
+        state = gated_delta_replay(state, tape, keep)
+    y, delta, _ = _recurrence(q, k, v, g, beta, state, mask)
+    return y, Tape(g, k, delta, mask), state
+
+
+def causal_conv1d_verify(x: mx.array, weight: mx.array, window: mx.array) -> mx.array:
+    taps, inputs = window.shape[1] + 1, x.shape[1]
+    weight = _f32(weight).reshape(-1, taps)
+    padded = _f32(mx.concatenate([window, x], axis=1))
+    total = mx.zeros(x.shape, dtype=mx.float32)
+    for tap in range(taps):
+        total = total + padded[:, tap : tap + inputs] * weight[:, tap]
+    return (total * mx.sigmoid(total)).astype(x.dtype)
+
+
+def conv_window(window: mx.array, x: mx.array, keep: mx.array) -> mx.array:
+    padded = mx.concatenate([window, x], axis=1)
+    rows = keep[:, None] + mx.arange(window.shape[1])
+    return mx.take_along_axis(padded, rows[..., None], axis=1)
+
+
+def kv_write(cache: mx.array, new: mx.array, lengths: mx.array) -> mx.array:
+    rows = lengths[:, None] + mx.arange(new.shape[2])
+    rows = mx.broadcast_to(rows[:, None, :, None], new.shape)
+    return mx.put_along_axis(cache, rows, new.astype(cache.dtype), axis=2)

@@ -1,0 +1,181 @@
+"""The target: a language model of mlx-lm, read by functions of (model, tokens, cache)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from ..cache import AttentionCache, Cache, RecurrentCache
+from . import llama, qwen3, qwen3_5, qwen3_next
+
+
+class Family(Protocol):
+    """What a family's module gives. Its name is that of mlx-lm's module."""
+
+    __name__: str
+
+    def text_model(self, model: Module) -> Module:
+        """The module that holds args, model (embed_tokens, layers, norm) and lm_head."""
+
+    def make_layer_caches(
+        self, model: Module, batch_size: int, dtype: mx.Dtype
+    ) -> Sequence[AttentionCache | RecurrentCache]:
+        """Empty caches, one a layer."""
+
+    def forward(
+        self,
+        model: Module,
+        tokens: mx.array,
+        cache: Cache,
+        *,
+        commit: bool,
+        tap_layers: Sequence[int] = (),
+    ) -> tuple[mx.array, mx.array | None]:
+        """See `Target.forward`."""
+
+
+FAMILIES: dict[str, Family] = {
+    "llama": llama,
+    "qwen3": qwen3,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": qwen3_5,
+    "qwen3_next": qwen3_next,
+}
+"""The module that runs each model_type."""
+
+SHARDED_LAYERS = {
+    "AllToShardedLinear",
+    "ShardedToAllLinear",
+    "QuantizedAllToShardedLinear",
+    "QuantizedShardedToAllLinear",
+    "FullyShardedModule",
+}
+"""Classes of mlx.nn whose results need other processes."""
+
+
+class Target:
+    """A model loaded by mlx-lm, as the drafters and the session see it: read, never changed.
+
+    Raises ValueError if the model is of no known family, is a DFlash draft, is split over several
+    processes, or has a rotary embedding whose values depend on the width of the call.
+    """
+
+    def __init__(self, model: Module) -> None:
+        self._family = _family_of(model)
+        self.model = model
+        self._text: Module = self._family.text_model(model)
+        _check_supported(model, self._text)
+        self.model_type: str = model.model_type
+        self.hidden_size: int = self._text.args.hidden_size
+        self.vocab_size: int = self._text.args.vocab_size
+        self.num_layers: int = len(self._text.model.layers)
+        self.dtype: mx.Dtype = self.embed(mx.zeros((1, 1), mx.int32)).dtype
+        """Of the activations."""
+
+    def make_cache(self, batch_size: int = 1) -> Cache:
+        """An empty cache for `batch_size` rows."""
+        if batch_size < 1:
+            raise ValueError(f"[make_cache] expected at least one row but got {batch_size}")
+        layers = self._family.make_layer_caches(self.model, batch_size, self.dtype)
+        return Cache(layers, batch_size)
+
+    def forward(
+        self,
+        tokens: mx.array,
+        cache: Cache,
+        *,
+        commit: bool,
+        tap_layers: Sequence[int] = (),
+    ) -> tuple[mx.array, mx.array | None]:
+        """Run T inputs of each row at the row's own position, lazily.
+
+        `tokens [B, T]` are ints. With `commit` the inputs join the committed prefix at once, as in
+        prefill and plain decoding; without it they are on trial until `cache.commit`.
+
+        Returns `(hidden, taps)`: hidden `[B, T, H]` after the final norm, and the residual stream
+        after each layer of `tap_layers` (0-based), concatenated in their order to
+        `[B, T, len(tap_layers) * H]`, or None without any.
+
+        Raises ValueError for tokens that do not fit the cache, for a layer that does not exist and
+        for a verify that was not committed; the committed prefix is then as it was.
+        """
+        for layer in tap_layers:
+            if not 0 <= layer < self.num_layers:
+                raise ValueError(
+                    f"[forward] expected tap layers from 0 to {self.num_layers - 1} "
+                    f"but got {list(tap_layers)}"
+                )
+        return self._family.forward(self.model, tokens, cache, commit=commit, tap_layers=tap_layers)
+
+    def logits(self, hidden: mx.array) -> mx.array:
+        """The LM head, or the tied embedding: `[B, T, H]` to `[B, T, V]`."""
+        text = self._text
+        tied = text.args.tie_word_embeddings
+        head = text.model.embed_tokens.as_linear if tied else text.lm_head
+        logits: mx.array = head(hidden)
+        return logits
+
+    def embed(self, tokens: mx.array) -> mx.array:
+        """Input embeddings with the target's own scale: `[B, T]` to `[B, T, H]`."""
+        embedded: mx.array = self._text.model.embed_tokens(tokens)
+        return embedded
+
+
+def _family_of(model: Module) -> Family:
+    name = f"{type(model).__module__}.{type(model).__name__}"
+    if _is_draft(model):
+        raise ValueError(
+            f"[Target] expected a language model but got the DFlash draft {name}: "
+            "pass it as the drafter of a target"
+        )
+    known = ", ".join(FAMILIES)
+    model_type = getattr(model, "model_type", None)
+    if model_type not in FAMILIES:
+        raise ValueError(
+            f"[Target] expected a model_type among {known} but got {model_type!r} ({name})"
+        )
+    family = FAMILIES[model_type]
+    expected = f"mlx_lm.models.{family.__name__.rpartition('.')[2]}"
+    if not any(
+        cls.__module__ == expected and cls.__name__ == "Model" for cls in type(model).__mro__
+    ):
+        raise ValueError(
+            f"[Target] expected a {model_type} model that mlx-lm loaded ({expected}.Model) "
+            f"but got {name}"
+        )
+    return family
+
+
+def _is_draft(model: object) -> bool:
+    if any(cls.__name__.startswith("DFlash") for cls in type(model).__mro__):
+        return True
+    return hasattr(model, "fc") and hasattr(model, "hidden_norm")
+
+
+def _check_supported(model: Module, text: Module) -> None:
+    if getattr(text.model, "pipeline_size", 1) > 1:
+        raise ValueError(
+            "[Target] expected the whole model in one process but it is one stage of a pipeline "
+            f"of {text.model.pipeline_size}"
+        )
+    for path, module in model.named_modules():
+        kind = type(module).__name__
+        if kind in SHARDED_LAYERS or getattr(module, "sharding_group", None) is not None:
+            raise ValueError(
+                "[Target] expected the whole model in one process "
+                f"but {path or 'the model'} ({kind}) is sharded"
+            )
+        if kind == "DynamicNTKScalingRoPE":
+            raise ValueError(
+                f"[Target] expected a rotary embedding that depends on positions alone but {path} "
+                "is DynamicNTKScalingRoPE, whose base depends on the width of the call"
+            )
+    if any(getattr(layer, "use_sliding", False) for layer in text.model.layers):
+        window = text.model.sliding_window
+        if not window:
+            raise ValueError(
+                f"[Target] expected a sliding_window for the sliding layers but got {window}"
+            )

@@ -1,0 +1,84 @@
+"""Qwen3-Next: GatedDeltaNet with packed projections, gated attention, experts or a dense MLP."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+
+from ..cache import AttentionCache, Cache, RecurrentCache
+from . import common
+
+
+def text_model(model: Module) -> Module:
+    """The module that holds args, the stack of layers and the head."""
+    return model
+
+
+def make_layer_caches(
+    model: Module, batch_size: int, dtype: mx.Dtype
+) -> list[AttentionCache | RecurrentCache]:
+    """Empty caches, one a layer."""
+    return [layer_cache(layer, batch_size, dtype) for layer in model.layers]
+
+
+def layer_cache(layer: Module, batch_size: int, dtype: mx.Dtype) -> AttentionCache | RecurrentCache:
+    """An empty cache for one layer of either kind."""
+    if layer.is_linear:
+        return common.recurrent_cache(layer.linear_attn, batch_size, dtype)
+    heads, dim = layer.self_attn.num_key_value_heads, layer.self_attn.head_dim
+    return AttentionCache(batch_size, heads, dim, dim, dtype)
+
+
+def forward(
+    model: Module,
+    tokens: mx.array,
+    cache: Cache,
+    *,
+    commit: bool,
+    tap_layers: Sequence[int] = (),
+) -> tuple[mx.array, mx.array | None]:
+    """Hidden states after the final norm and taps; see `Target.forward`."""
+    return common.run(model.model, tokens, cache, _mix, commit=commit, tap_layers=tap_layers)
+
+
+def _mix(
+    layer: Module, x: mx.array, cache: AttentionCache | RecurrentCache, span: common.Span
+) -> mx.array:
+    if isinstance(cache, RecurrentCache):
+        return _gated_delta_net(layer.linear_attn, x, cache, span)
+    return gated_attention(layer.self_attn, x, cache, span)
+
+
+def gated_attention(
+    attention: Module, x: mx.array, cache: AttentionCache, span: common.Span
+) -> mx.array:
+    """Attention whose query projection also gives a sigmoid gate for the output, head by head."""
+    queries_and_gate = common.split_heads(attention.q_proj(x), attention.num_attention_heads)
+    queries, gate = mx.split(queries_and_gate, 2, axis=-1)
+    keys = common.split_heads(attention.k_proj(x), attention.num_key_value_heads)
+    values = common.split_heads(attention.v_proj(x), attention.num_key_value_heads)
+    queries, keys = attention.q_norm(queries), attention.k_norm(keys)
+    output = common.attend(attention, queries, keys, values, cache, span)
+    projected: mx.array = attention.o_proj(output * mx.sigmoid(gate.flatten(-2)))
+    return projected
+
+
+def _gated_delta_net(
+    net: Module, x: mx.array, cache: RecurrentCache, span: common.Span
+) -> mx.array:
+    key_heads, key_dim = net.num_k_heads, net.head_k_dim
+    group = net.num_v_heads // key_heads
+    value_dim = group * net.head_v_dim
+    # Both projections are ordered by key head: (q, k, v, z) and (b, a) of its group of value heads.
+    q, k, v, z = mx.split(
+        common.split_heads(net.in_proj_qkvz(x), key_heads),
+        [key_dim, 2 * key_dim, 2 * key_dim + value_dim],
+        axis=-1,
+    )
+    b, a = mx.split(common.split_heads(net.in_proj_ba(x), key_heads), 2, axis=-1)
+    qkv = mx.concatenate([q.flatten(-2), k.flatten(-2), v.flatten(-2)], axis=-1)
+    y = common.gated_delta(net, qkv, a.flatten(-2), b.flatten(-2), cache, span)
+    projected: mx.array = net.out_proj(net.norm(y, z.reshape(y.shape)).flatten(-2))
+    return projected

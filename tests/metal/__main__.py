@@ -1,0 +1,91 @@
+"""Command line of the bench: `python -m tests.metal COMMAND`, from the repository's root."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import runpy
+import sys
+
+from . import frontend, install, lint, mock
+from .tools import SHADERS, BenchError
+
+
+def _source_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-I", dest="include", action="append", default=[], metavar="FOLDER")
+    add("-D", dest="defines", action="append", default=[], metavar="NAME=VALUE")
+    add("--allow", action="append", default=[], metavar="BUILTIN", help="accept it, on your word")
+
+
+def _check(a: argparse.Namespace) -> int:
+    failed = False
+    for file in a.files or sorted(SHADERS.glob("*.metal")):
+        findings, facts = lint.examine(file, a.include, a.defines, allow=a.allow)
+        failed |= bool(findings)
+        print(*findings, sep="\n", end="\n" if findings else "")
+        print(
+            f"{file}: {f'{len(findings)} findings' if findings else 'ok'}; {facts.kernels} kernels,"
+            f" {facts.threadgroup_bytes} bytes of threadgroup memory"
+        )
+        if a.builtins:
+            print(f"  built-ins: {' '.join(sorted(facts.builtins)) or 'none'}")
+    return int(failed)
+
+
+def _compile(a: argparse.Namespace) -> int:
+    findings = lint.check(a.file, a.include, a.defines, allow=a.allow)
+    if findings:
+        raise BenchError("\n".join(findings))
+    print(frontend.build(a.file, a.include, a.defines))
+    return 0
+
+
+def _run(a: argparse.Namespace) -> int:
+    sys.argv = [a.script, *a.arguments]
+    runpy.run_path(a.script, run_name="__main__")
+    return 0
+
+
+def _mock(a: argparse.Namespace) -> int:
+    if not a.command:
+        print(mock.build())
+        return 0
+    os.execvpe(a.command[0], a.command, mock.environment(a.schedule))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.metal", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    p = commands.add_parser("setup", help="install the compilers and build the emulator")
+    p.set_defaults(function=lambda a: install.setup())
+    p = commands.add_parser("check", help="type check and lint; file:line messages, exit code 1")
+    p.add_argument("files", nargs="*", metavar="FILE.metal", help="default: metal/*.metal")
+    p.add_argument("--builtins", action="store_true", help="also list the built-ins in use")
+    _source_options(p)
+    p.set_defaults(function=_check)
+    p = commands.add_parser("compile", help="check, compile for the emulator, print the path")
+    p.add_argument("file", metavar="FILE.metal")
+    _source_options(p)
+    p.set_defaults(function=_compile)
+    p = commands.add_parser("run", help="run a script that does `from tests import metal`")
+    p.add_argument("script")
+    p.add_argument("arguments", nargs=argparse.REMAINDER)
+    p.set_defaults(function=_run)
+    p = commands.add_parser(
+        "mock", help="build the extension for the mock device; print its path, or run COMMAND on it"
+    )
+    p.add_argument("--schedule", type=int, choices=(0, 1, 2), default=0)
+    p.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    p.set_defaults(function=_mock)
+
+    a = parser.parse_args()
+    return a.function(a) or 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except BenchError as error:
+        sys.exit(f"tests.metal: {error}")

@@ -1,0 +1,222 @@
+"""The shipped kernels on numpy arrays, dispatched as csrc/ dispatches them.
+
+Arrays of activations are float32, float16 or, for bfloat, uint16 (`to_bfloat`); shapes and names
+are those of `dflash_native.ops`.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
+import numpy as np
+
+from .frontend import compile
+from .runner import Library, from_bfloat, to_bfloat
+from .tools import SHADERS
+
+KINDS = ("float", "half", "bfloat")
+NUMPY = {"float": np.float32, "half": np.float16, "bfloat": np.uint16}
+
+
+def encode(x: np.ndarray, kind: str) -> np.ndarray:
+    """Floats in the dtype that a kernel of `kind` reads."""
+    return to_bfloat(x) if kind == "bfloat" else np.ascontiguousarray(x, NUMPY[kind])
+
+
+def decode(x: np.ndarray) -> np.ndarray:
+    """What a kernel wrote, as float32."""
+    return from_bfloat(x) if x.dtype == np.uint16 else x.astype(np.float32)
+
+
+def to_mx(x: np.ndarray) -> mx.array:
+    """The same array for MLX; uint16 is bfloat."""
+    return mx.array(x).view(mx.bfloat16) if x.dtype == np.uint16 else mx.array(x)
+
+
+def from_mx(x: mx.array) -> np.ndarray:
+    """Back from MLX, bfloat as uint16."""
+    return np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
+
+
+@functools.cache
+def shader(name: str, only: Sequence[str] = (), contract: str = "on") -> Library:
+    """metal/<name>.metal for the emulator: the kernels whose names start with one of `only`."""
+    patterns = [f"^{prefix}" for prefix in only]
+    return compile(SHADERS / f"{name}.metal", only=patterns, contract=contract)
+
+
+class Inputs(NamedTuple):
+    """One call's inputs to the recurrence."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    g: np.ndarray
+    beta: np.ndarray
+    mask: np.ndarray | None = None
+
+    def part(self, start: int, stop: int) -> Inputs:
+        """Inputs start .. stop - 1."""
+        return Inputs(*(x if x is None else np.ascontiguousarray(x[:, start:stop]) for x in self))
+
+    def row(self, b: int) -> Inputs:
+        """Batch row b alone."""
+        return Inputs(*(x if x is None else x[b : b + 1] for x in self))
+
+
+class Tape(NamedTuple):
+    """The innovation tape of one call."""
+
+    g: np.ndarray
+    k: np.ndarray
+    delta: np.ndarray
+    valid: np.ndarray | None = None
+
+
+class Outputs(NamedTuple):
+    """What `gated_delta` wrote; None where it had nothing to write."""
+
+    y: np.ndarray | None
+    delta: np.ndarray | None
+    state: np.ndarray | None
+
+
+def gated_delta(
+    state: np.ndarray,
+    inputs: Inputs | None = None,
+    tape: Tape | None = None,
+    keep: Sequence[int] = (),
+    *,
+    commits: bool = False,
+    schedule: int = 0,
+    contract: str = "on",
+) -> Outputs:
+    """verify (with or without a tape), step (`commits`) or, without `inputs`, replay."""
+    batch, value_heads, value_dim, key_dim = state.shape
+    example = inputs or tape
+    assert example is not None
+    kind = {np.dtype(v): k for k, v in NUMPY.items()}[example.k.dtype]
+    decay = "vector" if example.g.ndim == 4 else "scalar"
+    given = inputs.k.shape[1] if inputs else 0
+    taped = tape.k.shape[1] if tape else 0
+    shape = (batch, given, value_heads, value_dim)
+    y = np.zeros(shape, NUMPY[kind])
+    delta = np.zeros(shape, np.float32)
+    state_out = np.zeros_like(state)
+    buffers = {5: state}
+    if inputs:
+        buffers |= dict(enumerate(inputs[:5])) | {12: y}
+        if inputs.mask is not None:
+            buffers[6] = inputs.mask
+    if inputs and not commits:
+        buffers[13] = delta
+    if tape:
+        buffers |= {7: tape.g, 8: tape.k, 9: tape.delta, 11: np.array(keep, np.int32)}
+        if tape.valid is not None:
+            buffers[10] = tape.valid
+    if commits or tape:
+        buffers[14] = state_out
+    sizes = (given, taped, example.k.shape[2], value_heads, value_dim)
+    buffers |= {15 + i: np.int32(size) for i, size in enumerate(sizes)}
+    simdgroups = min(4, math.ceil(value_dim / 4))
+    shader("gated_delta", (f"gated_delta_{kind}_{key_dim}_",), contract).run(
+        f"gated_delta_{kind}_{key_dim}_{decay}",
+        buffers,
+        [1, math.ceil(value_dim / (4 * simdgroups)), batch * value_heads],
+        [32, simdgroups, 1],
+        groups=True,
+        constants={0: 6 in buffers, 1: 7 in buffers, 2: 10 in buffers, 3: 13 in buffers, 4: commits},
+        schedule=schedule,
+    )
+    return Outputs(
+        y if inputs else None,
+        delta if 13 in buffers else None,
+        state_out if 14 in buffers else None,
+    )
+
+
+def gates(
+    a: np.ndarray,
+    b: np.ndarray,
+    A_log: np.ndarray,
+    dt_bias: np.ndarray,
+    schedule: int = 0,
+    contract: str = "on",
+) -> tuple[np.ndarray, np.ndarray]:
+    """gated_delta_gates: g and beta, fp32."""
+    kind = {np.dtype(v): k for k, v in NUMPY.items()}[a.dtype]
+    g, beta = np.zeros(a.shape, np.float32), np.zeros(a.shape, np.float32)
+    shader("gated_delta_gates", contract=contract).run(
+        f"gated_delta_gates_{kind}",
+        [a, b, A_log, dt_bias, g, beta, np.int32(a.shape[2])],
+        [a.size],
+        [128],
+        schedule=schedule,
+    )
+    return g, beta
+
+
+def causal_conv1d(
+    x: np.ndarray,
+    weight: np.ndarray,
+    window: np.ndarray,
+    schedule: int = 0,
+    contract: str = "on",
+) -> np.ndarray:
+    """causal_conv1d_verify."""
+    kind = {np.dtype(v): k for k, v in NUMPY.items()}[x.dtype]
+    out = np.zeros_like(x)
+    batch, given, channels = x.shape
+    sizes = [np.int32(n) for n in (given, channels, window.shape[1] + 1)]
+    shader("causal_conv1d", contract=contract).run(
+        f"causal_conv1d_{kind}",
+        [x, weight, window, out, *sizes],
+        [channels, given, batch],
+        [128, 1, 1],
+        schedule=schedule,
+    )
+    return out
+
+
+def conv_window(
+    window: np.ndarray, x: np.ndarray, keep: Sequence[int], schedule: int = 0
+) -> np.ndarray:
+    """The window after keep[b] of the inputs x."""
+    kind = {np.dtype(v): k for k, v in NUMPY.items()}[x.dtype]
+    out = np.zeros_like(window)
+    batch, given, channels = x.shape
+    sizes = [np.int32(n) for n in (given, channels, window.shape[1] + 1)]
+    shader("causal_conv1d").run(
+        f"conv_window_{kind}",
+        [window, x, np.array(keep, np.int32), out, *sizes],
+        [channels, window.shape[1], batch],
+        [128, 1, 1],
+        schedule=schedule,
+    )
+    return out
+
+
+def kv_write(
+    cache: np.ndarray, rows: np.ndarray, lengths: Sequence[int], schedule: int = 0
+) -> np.ndarray:
+    """The cache with new rows at lengths[b], after the copy that a shared cache goes through."""
+    kind = {np.dtype(v): k for k, v in NUMPY.items()}[cache.dtype]
+    batch, heads, capacity, dim = cache.shape
+    given = rows.shape[2]
+    out = np.zeros_like(cache)
+    library = shader("kv_write")
+    where = dict(schedule=schedule)
+    library.run(f"kv_copy_{kind}", [cache, out], [cache.size // dim, dim, 1], [32, 4, 1], **where)
+    library.run(
+        f"kv_write_{kind}",
+        [rows, np.array(lengths, np.int32), out]
+        + [np.int32(n) for n in (heads, capacity, given, dim)],
+        [dim, given, batch * heads],
+        [32, 4, 1],
+        **where,
+    )
+    return out

@@ -1,0 +1,79 @@
+"""Build the extension for Linux on a mock Metal device, so that its host code runs in MLX graphs."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+import sysconfig
+from pathlib import Path
+
+from .tools import BENCH, CACHE, CLANGXX, LLVM, ROOT, BenchError, cached, locked, run
+
+PACKAGES = ("cmake", "ninja")  # Python packages that hold the programs of these names
+
+
+def _program(name: str) -> str:
+    """The path of a program, of this Python's environment first."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    found = shutil.which(name, path=path)
+    if not found:
+        raise BenchError(f"{name} is missing: python -m pip install {' '.join(PACKAGES)}")
+    return found
+
+
+def _sources_hash() -> str:
+    """Of everything that the extension is built of."""
+    digest = hashlib.sha256()
+    files = [ROOT / "CMakeLists.txt"]
+    for folder in ("cmake", "csrc", "metal"):
+        files += sorted(p for p in (ROOT / folder).rglob("*") if p.is_file())
+    for file in files:
+        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
+def build() -> Path:
+    """The path of the module `_ext`; raises BenchError with what the compiler said.
+
+    CMake configures the project as for a release, with mock/mock.cmake on top; only the files that
+    changed since the last call are compiled.
+    """
+    name = f"_ext{sysconfig.get_config_var('EXT_SUFFIX')}"
+    place = hashlib.sha256(f"{ROOT}\n{sys.executable}".encode()).hexdigest()[:8]
+
+    def make(folder: Path) -> None:
+        work = CACHE / f"mock-build-{place}"
+        options = {
+            "CMAKE_BUILD_TYPE": "Debug",
+            "CMAKE_CXX_COMPILER": CLANGXX,
+            "CMAKE_CXX_FLAGS": "-w",
+            "CMAKE_CXX_FLAGS_DEBUG": "-O0",
+            "CMAKE_MAKE_PROGRAM": _program("ninja"),
+            "CMAKE_MODULE_LINKER_FLAGS": f"--ld-path=ld.lld-{LLVM}",
+            "CMAKE_PROJECT_INCLUDE": BENCH / "mock" / "mock.cmake",
+            "Python_EXECUTABLE": sys.executable,
+        }
+        cmake = _program("cmake")
+        with locked(work.name):
+            defines = [f"-D{key}={value}" for key, value in options.items()]
+            run(cmake, "-S", ROOT, "-B", work, "-G", "Ninja", *defines)
+            run(cmake, "--build", work, "--target", "_ext")
+            shutil.copyfile(work / name, folder / name)
+
+    return cached("mock", (place, _sources_hash()), make) / name
+
+
+def environment(schedule: int = 0) -> dict[str, str]:
+    """The environment of a process whose `dflash_native` runs on the mock device.
+
+    It imports the package of this checkout. `schedule` is the emulator's, one of SCHEDULES.
+    """
+    path = [BENCH / "mock" / "site", ROOT / "python", os.environ.get("PYTHONPATH", "")]
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(str(p) for p in path if str(p)),
+        "DFLASH_NATIVE_MOCK": str(build()),
+        "DFLASH_METAL_SCHEDULE": str(schedule),
+    }

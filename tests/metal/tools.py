@@ -1,0 +1,100 @@
+"""Where things are, how compilers are run, and a cache of what they made."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+BENCH = Path(__file__).resolve().parent
+ROOT = BENCH.parents[1]
+SHIM = BENCH / "shim"
+SHADERS = ROOT / "metal"
+CACHE = Path(os.environ.get("DFLASH_METAL_CACHE") or "~/.cache/dflash-native-metal").expanduser()
+LLVM = "22"
+CLANG, CLANGXX, NM = f"clang-{LLVM}", f"clang++-{LLVM}", f"llvm-nm-{LLVM}"
+# what shows that a Debian package is there -> the package
+PACKAGES = {CLANG: f"clang-{LLVM}", NM: f"llvm-{LLVM}", f"ld.lld-{LLVM}": f"lld-{LLVM}"}
+X86 = ["-march=x86-64-v3"]
+
+
+class BenchError(Exception):
+    """Something the user can act on; the message says what."""
+
+
+def missing() -> list[str]:
+    """Debian packages that the bench needs and this machine lacks."""
+    return [package for program, package in PACKAGES.items() if not shutil.which(program)]
+
+
+def run(*command: str | Path) -> str:
+    """Run a tool and return what it printed; BenchError with its complaint if it fails."""
+    words = [str(word) for word in command]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise BenchError(f"{words[0]} is missing: run `python -m tests.metal setup`") from None
+    if done.returncode:
+        raise BenchError(f"{' '.join(words)[:300]}\nfailed:\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+@functools.cache
+def _bench_hash() -> str:
+    """Of the bench's own sources, so that no build product outlives a change."""
+    digest = hashlib.sha256()
+    for path in sorted(BENCH.rglob("*")):
+        code = path.suffix in (".py", ".cpp", ".cmake", ".h", ".hpp", ".txt") or path.name == "metal_stdlib"
+        if code and not path.name.startswith("test_"):
+            digest.update(str(path.relative_to(BENCH)).encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+@contextlib.contextmanager
+def locked(name: str) -> Iterator[None]:
+    """One process at a time."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with open(CACHE / f".{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def cached(name: str, key: object, make: Callable[[Path], None]) -> Path:
+    """The folder CACHE/name-hash, filled by `make(folder)` the first time.
+
+    The hash covers `key` and the bench's sources. Processes that want the same folder at the same
+    time wait for the first of them.
+    """
+    digest = hashlib.sha256((_bench_hash() + repr(key)).encode()).hexdigest()[:16]
+    final = CACHE / f"{name}-{digest}"
+    if final.is_dir():
+        return final
+    with locked(f"{name}-{digest}"):
+        if not final.is_dir():
+            work = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=CACHE))
+            try:
+                make(work)
+                work.rename(final)
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    return final
+
+
+def emulator_objects() -> list[Path]:
+    """The run-time that every emulated kernel is linked with, compiled."""
+    sources = sorted((BENCH / "emulator").glob("*.cpp"))
+
+    def make(folder: Path) -> None:
+        flags = [*X86, "-O2", "-fPIC", "-std=c++20", "-fvisibility=hidden"]
+        for source in sources:
+            run(CLANGXX, *flags, "-c", source, "-o", folder / f"{source.stem}.o")
+
+    folder = cached("emulator", (), make)
+    return [folder / f"{source.stem}.o" for source in sources]
