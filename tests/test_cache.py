@@ -1,4 +1,4 @@
-"""Caches: buffers, and the protocol of verify, commit and flush, on operations and on tiny models."""
+"""Caches: buffers; verify, commit and flush on bare operations and on tiny models."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
-from test_targets import VOCAB, both, error, every_family, make_model, random_tokens, run
-
 from dflash_native import ops
 from dflash_native.cache import AttentionCache, Cache, RecurrentCache
 from dflash_native.targets import Target
+from test_targets import HYBRIDS, VOCAB, both, error, every_family, make_model, random_tokens, run
 
 BATCH, HEADS, DIM = 2, 3, 8
 KEY_HEADS, VALUE_HEADS, KEY_DIM, VALUE_DIM, TAPS = 2, 4, 32, 16, 4
@@ -210,10 +209,10 @@ def test_the_order_of_verify_and_commit_is_kept() -> None:
 
 
 def test_arrays_and_bytes_are_all_that_is_held() -> None:
-    """After an evaluation the process holds nbytes more than before, and no parent of a slice."""
+    """After an evaluation the process holds nbytes more than before: no parent of a slice."""
     mx.random.seed(0)
     layer = Layer()
-    block = layer.inputs(6)
+    block = layer.inputs(64)
     mx.eval(layer.weight, block)
     active = mx.get_active_memory()
     cache = layer.cache()
@@ -221,17 +220,18 @@ def test_arrays_and_bytes_are_all_that_is_held() -> None:
     cache.commit([2, 5])
     held = cache.layers[0]
     assert isinstance(held, RecurrentCache) and held.tape is not None
-    for array in (held.window, held.state, held.inputs, held.keep, *held.tape[:3]):
-        assert any(array is each for each in cache.arrays())
+    listed = {id(array) for array in cache.arrays()}
+    assert {id(held.window), id(held.state), id(held.inputs), id(held.keep)} < listed
+    assert {id(part) for part in held.tape[:3]} < listed
     cache.reserve(100)
     cache.eval()
     assert cache.nbytes == sum(array.nbytes for array in cache.arrays())
     taped = cache.nbytes
     cache.flush()
     cache.eval()
-    assert held.tape is None and cache.nbytes < taped
-    del held
-    assert abs(mx.get_active_memory() - active - cache.nbytes) < 4096
+    assert held.tape is None and cache.nbytes + block[0].nbytes < taped
+    spare = 16384  # the allocator rounds each array up
+    assert abs(mx.get_active_memory() - active - cache.nbytes) < spare < block[0].nbytes / 4
 
 
 @pytest.mark.parametrize("name", ["qwen3", "llama_sliding"])
@@ -245,7 +245,7 @@ def test_past_the_first_buffer(name: str) -> None:
 def verify_against_fresh_prefixes(
     target: Target, cache: Cache, rows: list[list[int]], inputs: list[list[int]], commit: bool
 ) -> float:
-    """Run `inputs`; the largest error against mlx-lm's forward over each row's prefix and inputs."""
+    """Largest error of `inputs` against mlx-lm's forward over each row's prefix and inputs."""
     found = run(target, mx.array(inputs), cache, commit=commit)
     worst = 0.0
     for row, (prefix, added) in enumerate(zip(rows, inputs, strict=True)):
@@ -254,7 +254,7 @@ def verify_against_fresh_prefixes(
     return worst
 
 
-WIDTHS = (1, 4, 2, 6, 3, 5, 1, 6)
+WIDTHS = (1, 4, 2, 6, 3, 5)
 
 
 def play(name: str, batch_size: int, widths: tuple[int, ...] = WIDTHS, lie: int = 0) -> float:

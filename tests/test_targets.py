@@ -9,14 +9,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from dflash_native.cache import Cache
+from dflash_native.targets import FAMILIES, Target
 from mlx.nn.layers.distributed import AllToShardedLinear
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
-
-from dflash_native.cache import Cache
-from dflash_native.targets import FAMILIES, Target
 
 VOCAB = 101
 COMMON = {
@@ -294,6 +293,8 @@ def test_what_a_target_says_of_its_model() -> None:
     tokens = random_tokens(2, 3)
     assert target.embed(tokens).shape == (2, 3, 64)
     assert target.logits(target.embed(tokens)).shape == (2, 3, VOCAB)
+    with pytest.raises(ValueError, match="expected at least one row but got 0"):
+        target.make_cache(0)
 
 
 def test_an_unknown_model_type_is_refused_with_the_known_ones() -> None:
@@ -396,8 +397,3 @@ def test_inputs_that_do_not_fit_are_refused(
     with pytest.raises(ValueError, match=message):
         target.forward(tokens, cache, commit=True, tap_layers=taps)
     assert cache.lengths == [0, 0]
-
-
-def test_make_cache_needs_a_row() -> None:
-    with pytest.raises(ValueError, match="expected at least one row but got 0"):
-        Target(make_model("qwen3")).make_cache(0)

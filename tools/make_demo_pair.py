@@ -1,13 +1,13 @@
 """Make the shipped demo pair from a trained one: target in 8 bits, draft as it is.
 
-    python tools/make_demo_pair.py PAIR [--out python/dflash_native/demo]
+    python tools/make_demo_pair.py PAIR [--out FOLDER]
 
 PAIR holds `target/` (Hugging Face layout, bf16, with its tokenizer) and `draft/` (DFlash layout,
-bf16). The target is written in mlx-lm's quantised layout: affine, 8 bits, groups of 64, so that
+bf16). FOLDER is the package's own `demo` when left out. The target is written in mlx-lm's quantised layout: affine, 8 bits, groups of 64, so that
 `mlx_lm.load` reads it too. The files depend on PAIR alone: a second run writes the same bytes.
 
-Each group's bias and scale are rounded to bf16 *before* its weights are rounded to the grid that they
-span. Rounding them afterwards, as `mx.quantize` does, doubles the error of the logits.
+Each group's bias and scale are rounded to bf16 *before* its weights are rounded to the grid that
+they span. Rounding them afterwards, as `mx.quantize` does, nearly doubles the logits' largest error.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
+
+from dflash_native import demo, hub
 
 GROUP_SIZE = 64
 BITS = 8
@@ -44,8 +46,8 @@ def quantise(weight: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     return q.reshape(rows, columns).view(mx.uint32), scale, bias
 
 
-def write_target(source: Path, folder: Path) -> nn.Module:
-    """Writes the quantised target and returns the one it was made from, as mlx-lm loads it."""
+def write_target(source: Path, folder: Path) -> None:
+    """Quantise what mlx-lm makes of `source`: its norms are shifted, its convolutions transposed."""
     model, _ = load_model(source)
     modules = dict(model.named_modules())
     weights = {}
@@ -68,7 +70,6 @@ def write_target(source: Path, folder: Path) -> nn.Module:
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for name in TARGET_FILES:
         shutil.copyfile(source / name, folder / name)
-    return model
 
 
 def write_draft(source: Path, folder: Path) -> None:
@@ -81,43 +82,33 @@ def write_draft(source: Path, folder: Path) -> None:
         shutil.copyfile(source / name, folder / name)
 
 
-def in_fp32(model: nn.Module) -> nn.Module:
-    model.update(
-        tree_map_with_path(
-            lambda _, v: v.astype(mx.float32) if mx.issubdtype(v.dtype, mx.floating) else v,
-            model.parameters(),
-        )
-    )
-    return model
+def logit_error(original: Path, shipped: Path) -> tuple[float, float, float]:
+    """Both targets in fp32 on the shipped prompts.
 
-
-def logit_error(original: nn.Module, folder: Path, length: int = 512) -> tuple[float, float, float]:
-    """Both models in fp32 on the shipped prompts: largest error, largest logit, argmax agreement."""
-    from mlx_lm.utils import load_tokenizer
-
-    tokenizer = load_tokenizer(folder)
-    prompts = json.loads((folder.parent / "prompts.json").read_text())
-    exact, quantised = in_fp32(original), in_fp32(load_model(folder)[0])
-    error = largest = agree = count = 0.0
-    for prompt in prompts["prompts"]:
-        tokens = mx.array([tokenizer.encode(prompt["text"])[:length]])
+    Returns the largest error of a logit, the largest logit, and the share of equal argmaxes.
+    """
+    exact, tokenizer = hub.load(original, mx.float32)
+    quantised, _ = hub.load(shipped, mx.float32)
+    error = largest = 0.0
+    equal = count = 0
+    for prompt in demo.prompts():
+        tokens = mx.array([tokenizer.encode(prompt.text)])
         a, b = exact(tokens), quantised(tokens)
         error = max(error, mx.abs(a - b).max().item())
         largest = max(largest, mx.abs(a).max().item())
-        agree += (a.argmax(-1) == b.argmax(-1)).sum().item()
+        equal += (a.argmax(-1) == b.argmax(-1)).sum().item()
         count += tokens.size
-    return error, largest, agree / count
+    return error, largest, equal / count
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the shipped demo pair from a trained one.")
     parser.add_argument("pair", type=Path, help="a folder that holds target/ and draft/")
-    shipped = Path(__file__).resolve().parent.parent / "python" / "dflash_native" / "demo"
-    parser.add_argument("--out", type=Path, default=shipped)
+    parser.add_argument("--out", type=Path, default=demo.TARGET.parent)
     arguments = parser.parse_args()
     mx.set_default_device(mx.cpu)
 
-    original = write_target(arguments.pair / "target", arguments.out / "target")
+    write_target(arguments.pair / "target", arguments.out / "target")
     write_draft(arguments.pair / "draft", arguments.out / "draft")
     total = 0
     for path in sorted(arguments.out.glob("*/*")):
@@ -126,10 +117,9 @@ def main() -> None:
     print(f"{total:>12,}  in all")
     if total >= LIMIT_BYTES:
         raise SystemExit(f"[make_demo_pair] expected less than {LIMIT_BYTES} bytes but got {total}")
-    if (arguments.out / "prompts.json").exists():
-        error, largest, agree = logit_error(original, arguments.out / "target")
-        print(f"logits in fp32 against the original: max abs error {error:.3f} (largest logit")
-        print(f"{largest:.1f}), same argmax at {agree:.2%} of the prompts' positions")
+    error, largest, equal = logit_error(arguments.pair / "target", arguments.out / "target")
+    print(f"fp32 logits against the original's: largest error {error:.3f} (largest logit")
+    print(f"{largest:.1f}), same argmax at {equal:.2%} of the prompts' positions")
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ class RecurrentCache:
         """The conv window after the committed inputs. `[B, K-1, C]`."""
         if self.inputs is None:
             return self.window
+        assert self.keep is not None
         return ops.conv_window(self.window, self.inputs, self.keep)
 
     def record(self, window: mx.array, state: mx.array, tape: Tape, inputs: mx.array) -> None:
@@ -106,6 +107,7 @@ class RecurrentCache:
     def flush(self) -> None:
         """Replay the committed part of the tape, if there is one, and drop it."""
         if self.tape is not None:
+            assert self.keep is not None
             state = ops.gated_delta_replay(self.state, self.tape, self.keep)
             self.advance(self.logical_window(), state)
 

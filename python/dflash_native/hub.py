@@ -27,7 +27,7 @@ KNOWN_PAIRS = {
     "Qwen3.6-35B-A3B": "z-lab/Qwen3.6-35B-A3B-DFlash",
     "Qwen3.8-27B": "z-lab/Qwen3.8-27B-DFlash2",
 }
-"""Published drafts by the name of their target, for suggestions: nothing is chosen by this table."""
+"""Published drafts by the name of their target. For suggestions: this table chooses nothing."""
 
 _DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")

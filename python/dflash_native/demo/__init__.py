@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +14,8 @@ TARGET = Path(__file__).parent / "target"
 
 DRAFT = Path(__file__).parent / "draft"
 """A DFlash checkpoint in bf16."""
+
+_PROMPT = re.compile(r"^=== (?P<name>\w+) \((?P<kind>[^)]+)\)\n", re.MULTILINE)
 
 
 class Prompt(NamedTuple):
@@ -28,8 +30,6 @@ class Prompt(NamedTuple):
 
 def prompts() -> list[Prompt]:
     """The shipped prompts, always in the same order."""
-    entries = json.loads((Path(__file__).parent / "prompts.json").read_text(encoding="utf-8"))
-    return [
-        Prompt(entry["name"], entry["kind"], "".join(f"{line}\n" for line in entry["lines"]))
-        for entry in entries
-    ]
+    text = (Path(__file__).parent / "prompts.txt").read_text(encoding="utf-8")
+    _, *fields = _PROMPT.split(text)
+    return [Prompt(*fields[i : i + 3]) for i in range(0, len(fields), 3)]

@@ -7,5 +7,13 @@ function(put_on_mock_device)
     _ext PRIVATE _METAL_ DFLASH_METAL_MOCK BENCH_ROOT="${CMAKE_SOURCE_DIR}" BENCH_PYTHON="${Python_EXECUTABLE}")
   target_precompile_headers(
     _ext PRIVATE <functional> <sstream> <mlx/fast.h> <mlx/ops.h> <mlx/primitives.h> <mlx/utils.h>)
+  # nothing here is about speed, but the build is: one translation unit, no optimisation
+  set_target_properties(nanobind-static PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 0)
+  get_property(targets DIRECTORY PROPERTY BUILDSYSTEM_TARGETS)
+  foreach(target IN LISTS targets)
+    if(target MATCHES "^cpu_")
+      target_compile_options(${target} PRIVATE -O0)
+    endif()
+  endforeach()
 endfunction()
 cmake_language(DEFER CALL put_on_mock_device)

@@ -1,0 +1,240 @@
+"""Text generation in mlx-lm's shape: `generate` and `stream_generate`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .drafters.protocol import Drafter
+from .session import Round, Session, Stats
+from .stopping import StopRules, TextStream
+from .targets import Target
+
+REFUSED = {
+    "sampler": "decoding is greedy in this version",
+    "logits_processors": "decoding is greedy in this version",
+    "prompt_cache": "mlx-lm's caches cannot hold a tape; pass session= to go on with a conversation",
+    "max_kv_size": "a rotating cache cannot be rolled back",
+    "kv_bits": "a quantised KV cache is not supported",
+    "kv_group_size": "a quantised KV cache is not supported",
+    "quantized_kv_start": "a quantised KV cache is not supported",
+    "input_embeddings": "the drafter needs token ids",
+    "stream": "a session runs on the thread's default stream; use `with mx.stream(...)` around it",
+}
+"""mlx-lm's other keyword arguments, and why they are refused."""
+
+
+@dataclass
+class GenerationResponse:
+    """One emitted token. The fields up to `finish_reason` are mlx-lm's."""
+
+    text: str
+    """The text that this token sets free; it can be empty."""
+    token: int
+    logprobs: mx.array
+    """`[V]`, fp32, lazy: the log probabilities that the token was chosen from."""
+    from_draft: bool
+    """Whether the drafter proposed it."""
+    prompt_tokens: int
+    prompt_tps: float
+    """Prompt tokens a second."""
+    generation_tokens: int
+    """Emitted so far."""
+    generation_tps: float
+    """Tokens a second since the prompt was read."""
+    peak_memory: float
+    """GB, of the process so far."""
+    finish_reason: str | None = None
+    """"stop" (end token or stop string) or "length", on the last response."""
+    round: int = 0
+    """Of this session, counted from 1."""
+    position: int = 0
+    """In its round, counted from 0."""
+    drafted: int = 0
+    """Drafts of this round."""
+    accepted: int = 0
+    """Of them, those that agreed with the target."""
+    stats: Stats | None = None
+    """Sums over the session so far."""
+
+
+def stream_generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    max_tokens: int = 256,
+    drafter: Drafter | None = None,
+    *,
+    block_size: int | None = None,
+    stop: str | Sequence[str] = (),
+    session: Session | None = None,
+    prefill_step_size: int = 2048,
+    prompt_progress_callback: Callable[[int, int], None] | None = None,
+    draft_model: Drafter | None = None,
+    num_draft_tokens: int | None = None,
+    **others: Any,
+) -> Iterator[GenerationResponse]:
+    """Yields a response for each token, as mlx-lm's `stream_generate` does.
+
+    Args:
+        model: a model that mlx-lm loaded, or a `Target` over one.
+        tokenizer: its tokenizer; every end token that it knows stops the text.
+        prompt: a text, or token ids.
+        max_tokens: most tokens to emit; -1 for no limit.
+        drafter: proposes blocks; None decodes plainly through the same operations.
+        block_size: inputs of a verify (default: the drafter's block).
+        stop: one or more texts that end the generation; they are not shown.
+        session: an open session to go on with (a chat's next turn). It stays open, at the last token
+            that was delivered; otherwise a session is made and closed.
+        prefill_step_size, prompt_progress_callback: as in mlx-lm.
+        draft_model, num_draft_tokens: mlx-lm's names for `drafter` and `block_size - 1`.
+
+    Whatever ends the loop (an end token, a stop string, the budget, an exception or a `close()` of
+    this generator), the session ends just before the last delivered token, which is pending.
+
+    Raises ValueError for an argument of mlx-lm's that is refused (`REFUSED` says why), TypeError for an
+    unknown one.
+    """
+    _check_others(others)
+    tokenizer = _wrapped(tokenizer)
+    if draft_model is not None:
+        if drafter is not None:
+            raise ValueError("[generate] expected drafter or draft_model but got both.")
+        if not isinstance(draft_model, Drafter):
+            raise ValueError(
+                "[generate] expected draft_model to be a dflash_native drafter but got "
+                f"{type(draft_model).__name__}."
+            )
+        drafter = draft_model
+    if num_draft_tokens is not None:
+        if block_size is not None:
+            raise ValueError("[generate] expected block_size or num_draft_tokens but got both.")
+        block_size = num_draft_tokens + 1 if drafter is not None else None
+    if session is not None and not (drafter is None and block_size is None):
+        raise ValueError("[generate] expected the session to bring its own drafter and block_size.")
+    stops = [stop] if isinstance(stop, str) else list(stop)
+    if not all(stops):
+        raise ValueError("[generate] expected stop texts but got an empty one.")
+    rules = StopRules(tokenizer.eos_token_ids, TextStream(tokenizer.detokenizer, stops), max_tokens)
+    ids = _prompt_ids(tokenizer, prompt)
+    own = session is None
+    if session is None:
+        target = model if isinstance(model, Target) else Target(model)
+        session = Session(
+            target, drafter, block_size=block_size, prefill_step_size=prefill_step_size
+        )
+    return _stream(session, own, ids, rules, prompt_progress_callback)
+
+
+def _stream(
+    session: Session,
+    own: bool,
+    ids: list[int],
+    rules: StopRules,
+    progress: Callable[[int, int], None] | None,
+) -> Iterator[GenerationResponse]:
+    """The loop itself: a generator, so that everything above is checked at the call."""
+    delivered = 0
+    try:
+        start = time.perf_counter()
+        session.prefill(ids, progress)
+        prompt_tps = len(ids) / (time.perf_counter() - start)
+        start = time.perf_counter()
+        reason = None
+        while reason is None:
+            delivered = 0
+            result = session.round(rules.left)
+            logprobs = _logprobs(result)
+            for position, token in enumerate(result.tokens):
+                delivered = position + 1
+                text, reason = rules.feed(token)
+                yield GenerationResponse(
+                    text=text,
+                    token=token,
+                    logprobs=logprobs[position],
+                    from_draft=position < result.accepted,
+                    prompt_tokens=len(ids),
+                    prompt_tps=prompt_tps,
+                    generation_tokens=rules.count,
+                    generation_tps=rules.count / (time.perf_counter() - start),
+                    peak_memory=mx.get_peak_memory() / 1e9,
+                    finish_reason=reason,
+                    round=session.stats.rounds,
+                    position=position,
+                    drafted=len(result.drafts),
+                    accepted=result.accepted,
+                    stats=session.stats,
+                )
+                if reason is not None:
+                    break
+    finally:
+        if delivered:
+            session.rewind(delivered)
+        if own:
+            session.close()
+
+
+def generate(
+    model: Any,
+    tokenizer: Any,
+    prompt: str | Sequence[int] | mx.array,
+    verbose: bool = False,
+    **kwargs: Any,
+) -> str:
+    """The whole text; arguments as for `stream_generate`. With `verbose` it is printed as it comes."""
+    text = ""
+    response = None
+    for response in stream_generate(model, tokenizer, prompt, **kwargs):
+        text += response.text
+        if verbose:
+            print(response.text, end="", flush=True)
+    if verbose and response is not None:
+        stats = response.stats
+        print(f"\n{'=' * 10}")
+        print(f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec")
+        print(
+            f"Generation: {response.generation_tokens} tokens, "
+            f"{response.generation_tps:.3f} tokens-per-sec"
+        )
+        if stats is not None and stats.drafted:
+            print(
+                f"Rounds: {stats.rounds}, {stats.tokens_per_round:.2f} tokens a round, "
+                f"{stats.acceptance:.1%} of the drafts accepted"
+            )
+    return text
+
+
+def _check_others(others: dict[str, Any]) -> None:
+    for name, value in others.items():
+        if name not in REFUSED:
+            raise TypeError(f"[generate] got an unexpected keyword argument {name!r}.")
+        if value is not None:
+            raise ValueError(f"[generate] {name} is not supported: {REFUSED[name]}.")
+
+
+def _wrapped(tokenizer: Any) -> TokenizerWrapper:
+    return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+
+
+def _prompt_ids(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
+    if isinstance(prompt, str):
+        bos = tokenizer.bos_token
+        special = bos is None or not prompt.startswith(bos)
+        ids: list[int] = tokenizer.encode(prompt, add_special_tokens=special)
+    elif isinstance(prompt, mx.array):
+        ids = prompt.reshape(-1).tolist()
+    else:
+        ids = list(prompt)
+    if not ids:
+        raise ValueError("[generate] expected a prompt of at least one token but got an empty one.")
+    return ids
+
+
+def _logprobs(result: Round) -> mx.array:
+    logits = result.logits.astype(mx.float32)
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)

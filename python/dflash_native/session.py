@@ -1,0 +1,357 @@
+"""One request: prefill, rounds of draft and verify, and a rollback that is right after every stop.
+
+    with Session(target, drafter) as session:
+        session.prefill(prompt)
+        while not done:
+            tokens = session.round().tokens
+
+The *pending* token is the newest committed one. It is in no cache yet and is input 0 of the next
+round. A round verifies it with K drafts after it; of the 1 + K inputs as many are kept as tokens were
+emitted, so whoever stops inside a block calls `rewind` and everything ends just before the last
+emitted token, which is pending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+import mlx.core as mx
+
+from .cache import Cache
+from .drafters.protocol import Drafter
+from .targets import Target
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round did."""
+
+    tokens: list[int]
+    """Emitted, in order: the accepted drafts and the target's own token after them."""
+
+    drafts: list[int]
+    """What the drafter proposed; empty in plain decoding."""
+
+    accepted: int
+    """How many drafts agreed with the target, counted from the first."""
+
+    logits: mx.array
+    """`[len(tokens), V]`: row i is the distribution that `tokens[i]` is the argmax of. Lazy."""
+
+
+@dataclass
+class Stats:
+    """Sums over a session's rounds."""
+
+    rounds: int = 0
+    tokens: int = 0
+    """Emitted, the target's own included, less those that `rewind` took back."""
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    """Drafts made at position 1, 2, … of a block."""
+    accepted_at: list[int] = field(default_factory=list)
+    """Drafts accepted at position 1, 2, … of a block."""
+    synchronisations: int = 0
+    """Times that the host waited for the device in a round."""
+
+    @property
+    def tokens_per_round(self) -> float:
+        """The target's own token included."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted ÷ drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Add one round."""
+        self.rounds += 1
+        self.tokens += accepted + 1
+        self.drafted += drafted
+        self.accepted += accepted
+        missing = drafted - len(self.drafted_at)
+        self.drafted_at.extend([0] * missing)
+        self.accepted_at.extend([0] * missing)
+        for at in range(drafted):
+            self.drafted_at[at] += 1
+            self.accepted_at[at] += at < accepted
+
+
+@dataclass
+class _Verify:
+    """A verify on its way: what the host will read, and what a commit of its inputs needs."""
+
+    position: int
+    drafted: int
+    read: mx.array
+    choice: mx.array
+    logits: mx.array
+    taps: mx.array | None
+    keep: int = 0
+    committed: bool = False
+
+
+class Session:
+    """One request on a target, with a drafter or without one (plain decoding).
+
+    Args:
+        target: what decides about every token.
+        drafter: proposes; None decodes plainly, through the same operations.
+        block_size: inputs of a verify, 1 … the drafter's `max_drafts` + 1 (the default). The drafter
+            runs at its own block in any case and its proposals are cut.
+        prefill_step_size: most inputs of one prefill call, as in mlx-lm.
+
+    Greedy: every emitted token is the target's argmax, the lowest id where two are equal. Not for two
+    threads at once. Raises ValueError where drafter and target do not fit.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None = None,
+        *,
+        block_size: int | None = None,
+        prefill_step_size: int = 2048,
+    ) -> None:
+        largest = 1 if drafter is None else drafter.max_drafts + 1
+        if block_size is None:
+            block_size = largest
+        if not 1 <= block_size <= largest:
+            raise ValueError(
+                f"[Session] expected block_size in 1 … {largest} "
+                f"({'no drafter' if drafter is None else 'the block of the drafter'}) "
+                f"but got {block_size}."
+            )
+        if prefill_step_size < 1:
+            raise ValueError(
+                f"[Session] expected prefill_step_size of at least 1 but got {prefill_step_size}."
+            )
+        self.target = target
+        self.drafter = drafter
+        self.block_size = block_size
+        self.tokens: list[int] = []
+        """Committed, the pending one last."""
+        self.stats = Stats()
+        self._prefill_step = prefill_step_size
+        self._draft = None if drafter is None else drafter.begin(target)
+        self._tap_layers = () if drafter is None else drafter.tap_layers
+        self._cache = target.make_cache(1)
+        self._last: _Verify | None = None
+        self._in_flight: list[_Verify] = []
+        self._closed = False
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    @property
+    def pending(self) -> int | None:
+        """The newest committed token, or None before the first prefill."""
+        return self.tokens[-1] if self.tokens else None
+
+    @property
+    def cache(self) -> Cache:
+        """The target's cache: it covers `tokens` except the pending one."""
+        self._settle()
+        return self._cache
+
+    def prefill(
+        self, tokens: Sequence[int] | mx.array, progress: Callable[[int, int], None] | None = None
+    ) -> None:
+        """Commit `tokens` after what there is; the last one stays pending.
+
+        A second prefill (a chat's next turn) feeds the pending token and then the new ones.
+        `progress(done, total)` is called before the first chunk and after each. Raises ValueError for
+        an empty prompt and for ids outside the vocabulary. After an exception from `progress` the
+        session holds the part that was done.
+        """
+        self._check_open()
+        new = _token_list(tokens, self.target.vocab_size)
+        self._settle()
+        feed = self.tokens[-1:] + new
+        if not self.tokens:
+            self.tokens.append(feed[0])
+        total, done = len(feed) - 1, 0
+        start = self._cache.lengths[0]
+        self._cache.flush()
+        if progress is not None:
+            progress(0, total)
+        while done < total:
+            count = min(self._prefill_step, total - done)
+            chunk = mx.array(feed[done : done + count], dtype=mx.int32)[None]
+            rows = self._context_rows(total - done, count)
+            hidden, taps = self.target.forward(
+                chunk, self._cache, commit=True, tap_layers=self._tap_layers if rows else ()
+            )
+            if self._draft is not None and taps is not None:
+                self._draft.extend(taps[:, count - rows :], start + done + count - rows)
+                mx.eval(self._draft.arrays(), self._cache.arrays())
+            else:
+                mx.eval(self._cache.arrays())
+            del hidden, taps
+            self.tokens.extend(feed[done + 1 : done + count + 1])
+            done += count
+            mx.clear_cache()
+            if progress is not None:
+                progress(done, total)
+
+    def round(self, limit: int | None = None) -> Round:
+        """Draft, verify, accept. Emits 1 … block_size tokens, at most `limit`.
+
+        The host waits for the device once. If anything raises, the round is taken back, or its result
+        is kept for the next call: the session stays as it was.
+        """
+        self._check_open()
+        if not self.tokens:
+            raise ValueError("[Session] expected a prefill before the first round.")
+        if limit is not None and limit < 1:
+            raise ValueError(f"[Session] expected a limit of at least 1 but got {limit}.")
+        if not self._in_flight:
+            self._settle()
+            width = self.block_size if limit is None else min(self.block_size, limit)
+            pending = mx.array([[self.tokens[-1]]], dtype=mx.int32)
+            self._in_flight.append(self._launch(pending, width - 1))
+        verify = self._in_flight[0]
+        try:
+            if self._draft is None and limit != 1 and not verify.committed:
+                self._queue_after(verify)
+            accepted, *rest = self._read(verify.read)
+        except BaseException:
+            if not verify.committed:
+                self._abandon()
+            raise
+        self._in_flight.pop(0)
+        drafts, choice = rest[: verify.drafted], rest[verify.drafted :]
+        tokens = choice[: accepted + 1]
+        verify.keep = accepted + 1
+        self._last = verify
+        self.tokens.extend(tokens)
+        self.stats.count(verify.drafted, accepted)
+        return Round(tokens, drafts, accepted, verify.logits[0, : accepted + 1])
+
+    def rewind(self, count: int) -> None:
+        """Keep only the first `count` tokens of the last round, before anything else is called.
+
+        The caches then end just before the last kept token, which is pending. Raises ValueError
+        unless `count` is 1 … the tokens that the last round emitted.
+        """
+        emitted = 0 if self._last is None else self._last.keep
+        if not 1 <= count <= emitted:
+            raise ValueError(
+                f"[Session] expected rewind to keep 1 … {emitted} tokens of the last round "
+                f"but got {count}."
+            )
+        if self._last is not None and count < emitted:
+            del self.tokens[len(self.tokens) - (emitted - count) :]
+            self.stats.tokens -= emitted - count
+            self._last.keep = count
+
+    def flush(self) -> None:
+        """Make the logical state real: every cache array then belongs to the same position."""
+        self._settle()
+        self._cache.flush()
+        self._cache.eval()
+
+    def close(self) -> None:
+        """Flush, and end the session; `tokens`, `stats` and `cache` stay readable. Safe to repeat."""
+        if not self._closed:
+            self.flush()
+            self._draft = None
+            self._closed = True
+
+    def _launch(self, pending: mx.array, count: int) -> _Verify:
+        """Build one verify, lazily: `pending [1, 1]` and `count` drafts after it."""
+        position = self._cache.lengths[0]
+        if self._draft is not None and count > 0:
+            drafts = self._draft.propose(pending, position, count)
+            mx.async_eval(drafts)  # the device drafts while the host builds the verify
+            block = mx.concatenate([pending, drafts], axis=1)
+        else:
+            drafts, block = None, pending
+        try:
+            hidden, taps = self.target.forward(
+                block, self._cache, commit=False, tap_layers=self._tap_layers
+            )
+            logits = self.target.logits(hidden)
+            choice = mx.argmax(logits, axis=-1).astype(mx.int32)
+            if drafts is None:
+                read = mx.concatenate([mx.zeros((1,), dtype=mx.int32), choice[0]])
+            else:
+                agreed = mx.cumprod((choice[:, :-1] == drafts).astype(mx.int32), axis=1)
+                read = mx.concatenate([agreed.sum(axis=1), drafts[0], choice[0]])
+        except BaseException:
+            self._abandon()
+            raise
+        drafted = 0 if drafts is None else count
+        return _Verify(position, drafted, read, choice, logits, taps)
+
+    def _queue_after(self, verify: _Verify) -> None:
+        """In plain decoding, hand the device its next step before the host reads this one."""
+        self._cache.commit([1])
+        verify.committed = True
+        queued = self._launch(verify.choice, 0)
+        self._in_flight.append(queued)
+        mx.async_eval(queued.read)
+
+    def _read(self, array: mx.array) -> list[int]:
+        """The one place of a round where the host waits for the device."""
+        self.stats.synchronisations += 1
+        values: list[int] = array.tolist()
+        return values
+
+    def _settle(self) -> None:
+        """Commit what the last round kept, in the target's cache and in the draft's context."""
+        last, self._last = self._last, None
+        if last is not None and not last.committed:
+            self._cache.commit([last.keep])
+            if self._draft is not None and last.taps is not None:
+                self._draft.extend(last.taps[:, : last.keep], last.position)
+        for verify in self._in_flight:
+            if verify.committed:  # a plain step whose reading was interrupted
+                self.tokens.append(self._read(verify.read)[-1])
+        self._abandon()
+
+    def _abandon(self) -> None:
+        """Drop what is in flight; none of its inputs is kept."""
+        self._in_flight.clear()
+        if self._cache.uncommitted is not None:
+            self._cache.commit([0])
+
+    def _context_rows(self, left: int, count: int) -> int:
+        """Of a chunk of `count` with `left` inputs to go, the newest rows that the draft can use."""
+        if self.drafter is None:
+            return 0
+        window = self.drafter.context_rows
+        return count if window is None else max(0, min(count, window - (left - count)))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ValueError("[Session] the session is closed.")
+
+
+def _token_list(tokens: Sequence[int] | mx.array, vocab_size: int) -> list[int]:
+    if isinstance(tokens, mx.array):
+        if not mx.issubdtype(tokens.dtype, mx.integer):
+            raise ValueError(f"[prefill] expected token ids but got {tokens.dtype}.")
+        tokens = tokens.reshape(-1).tolist()
+    ids = [int(token) for token in tokens]
+    if not ids:
+        raise ValueError("[prefill] expected at least one token but got an empty prompt.")
+    outside = [token for token in ids if not 0 <= token < vocab_size]
+    if outside:
+        raise ValueError(
+            f"[prefill] expected token ids in 0 … {vocab_size - 1} (the target's vocabulary) but got "
+            f"{outside[0]}: is the tokenizer the target's?"
+        )
+    return ids

@@ -1,0 +1,311 @@
+"""The shipped shaders: they pass the check, and on the emulator they keep the contracts.
+
+Bits have to be equal across thread schedules, widths (C1) and replays (C2); every such test has a
+control that must differ. The oracle for values is `dflash_native.reference`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from dflash_native import reference
+from dflash_native import tape as tapes
+
+from . import SCHEDULES, lint
+from .launch import (
+    KINDS,
+    Inputs,
+    Outputs,
+    Tape,
+    causal_conv1d,
+    conv_window,
+    decode,
+    encode,
+    from_mx,
+    gated_delta,
+    gates,
+    kv_write,
+    to_mx,
+)
+from .tools import SHADERS
+
+LENGTHS = (1, 3, 16)
+ULP = {"float": 2.0**-23, "half": 2.0**-10, "bfloat": 2.0**-7}
+BATCH, KEY_HEADS, VALUE_HEADS = 2, 1, 2
+# no sum in an order of the hardware's: its bits are nobody's promise
+ORDER_OF_NOBODY = ("air.simd_sum", "air.simd_product", "air.simd_prefix", "air.quad_sum", "air.dot")
+
+pytestmark = pytest.mark.filterwarnings("error")
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in SHADERS.glob("*.metal")))
+def test_check(name: str) -> None:
+    findings, facts = lint.examine(SHADERS / name)
+    assert findings == []
+    assert facts.kernels > 0
+    assert not [b for b in facts.builtins if b.startswith(ORDER_OF_NOBODY)]
+
+
+def equal(a: Outputs, b: Outputs) -> bool:
+    """Same bits everywhere (a NaN equals no number)."""
+    return all(
+        x is y or (x is not None and y is not None and x.tobytes() == y.tobytes())
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def on_every_schedule(run: Callable[[int], Outputs]) -> Outputs:
+    """The result, which the schedules have to agree on."""
+    first, *others = (run(schedule) for schedule in SCHEDULES)
+    assert all(equal(first, other) for other in others), "schedules disagree"
+    return first
+
+
+def close(got: np.ndarray, expected: np.ndarray, tolerance: float) -> bool:
+    """Root mean square of the error against that of the expected values."""
+    error = np.sqrt(np.mean((got - expected) ** 2))
+    return bool(error <= tolerance * np.sqrt(np.mean(expected**2)))
+
+
+def recurrence(
+    kind: str, inputs: int, *, vector: bool = False, dims: tuple[int, int] = (64, 6), seed: int = 0
+) -> tuple[Inputs, np.ndarray]:
+    """Inputs in the physical range and a state."""
+    rng = np.random.default_rng(seed)
+    key_dim, value_dim = dims
+    q, k = rng.standard_normal((2, BATCH, inputs, KEY_HEADS, key_dim))
+    q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in (q, k))
+    v = rng.standard_normal((BATCH, inputs, VALUE_HEADS, value_dim))
+    gate = (BATCH, inputs, VALUE_HEADS)
+    g = rng.uniform(0.8, 1.0, (*gate, key_dim) if vector else gate).astype(np.float32)
+    beta = rng.uniform(0.1, 0.9, gate).astype(np.float32)
+    state = rng.standard_normal((BATCH, VALUE_HEADS, value_dim, key_dim)).astype(np.float32)
+    return Inputs(*(encode(x, kind) for x in (q, k, v)), g, beta), state
+
+
+def masked(inputs: Inputs, seed: int = 1) -> Inputs:
+    """The same with about a third of the inputs masked, the first of row 0 among them."""
+    mask = np.random.default_rng(seed).uniform(size=inputs.k.shape[:2]) < 0.7
+    mask[0, 0] = False
+    return inputs._replace(mask=mask)
+
+
+def chained(
+    state: np.ndarray, inputs: Inputs, schedule: int = 0
+) -> tuple[Outputs, list[np.ndarray]]:
+    """The inputs one at a time: all y and delta, the last state; and every state on the way."""
+    states, ys, deltas = [state], [], []
+    for t in range(inputs.k.shape[1]):
+        one = inputs.part(t, t + 1)
+        seen = gated_delta(states[-1], one, schedule=schedule)
+        step = gated_delta(states[-1], one, commits=True, schedule=schedule)
+        assert step.y.tobytes() == seen.y.tobytes()
+        ys.append(seen.y)
+        deltas.append(seen.delta)
+        states.append(step.state)
+    return Outputs(np.concatenate(ys, 1), np.concatenate(deltas, 1), states[-1]), states
+
+
+def wide(state: np.ndarray, inputs: Inputs, schedule: int = 0) -> Outputs:
+    """The inputs in one call: verify's y and delta, step's state."""
+    seen = gated_delta(state, inputs, schedule=schedule)
+    step = gated_delta(state, inputs, commits=True, schedule=schedule)
+    assert step.y.tobytes() == seen.y.tobytes() and step.delta is None and seen.state is None
+    return seen._replace(state=step.state)
+
+
+def nudged(x: np.ndarray) -> np.ndarray:
+    """The same array, its first element one unit in the last place away."""
+    x = x.copy()
+    x.view(np.uint32 if x.dtype == np.float32 else np.uint16).flat[0] += 1
+    return x
+
+
+@pytest.mark.parametrize("vector", [False, True], ids=["scalar", "vector"])
+@pytest.mark.parametrize("inputs", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_delta_is_the_reference(kind: str, inputs: int, vector: bool) -> None:
+    plain, state = recurrence(kind, inputs, vector=vector)
+    for given in (plain, masked(plain)):
+        got = on_every_schedule(lambda schedule: wide(state, given, schedule))
+        q, k, v, g, beta = (to_mx(x) for x in given[:5])
+        mask = None if given.mask is None else mx.array(given.mask)
+        y, tape, _ = reference.gated_delta_verify(q, k, v, g, beta, mx.array(state), mask=mask)
+        _, after = reference.gated_delta_step(q, k, v, g, beta, mx.array(state), mask)
+        assert close(decode(got.y), decode(from_mx(y)), 1e-5 + ULP[kind])
+        assert close(got.delta, np.array(tape.delta), 1e-5)
+        assert close(got.state, np.array(after), 1e-5)
+        if given.mask is not None:
+            off = ~given.mask
+            assert not got.y[off].any() and not got.delta[off].any()
+
+
+@pytest.mark.parametrize("dims", [(32, 4), (96, 20), (256, 3)], ids=lambda d: f"{d[0]}x{d[1]}")
+def test_gated_delta_at_other_dims(dims: tuple[int, int]) -> None:
+    given, state = recurrence("bfloat", 3, dims=dims)
+    got = on_every_schedule(lambda schedule: wide(state, given, schedule))
+    _, tape, _ = reference.gated_delta_verify(*(to_mx(x) for x in given[:5]), mx.array(state))
+    assert close(got.delta, np.array(tape.delta), 1e-5)
+    assert equal(got, chained(state, given)[0])
+
+
+@pytest.mark.parametrize("vector", [False, True], ids=["scalar", "vector"])
+@pytest.mark.parametrize("inputs", LENGTHS[1:])
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_delta_width(kind: str, inputs: int, vector: bool) -> None:
+    """C1: bits do not depend on T or B."""
+    plain, state = recurrence(kind, inputs, vector=vector)
+    for given in (plain, masked(plain)):
+        at_once = on_every_schedule(lambda schedule: wide(state, given, schedule))
+        by_one = on_every_schedule(lambda schedule: chained(state, given, schedule)[0])
+        assert equal(at_once, by_one)
+        alone = wide(state[1:], given.row(1))
+        assert equal(alone, Outputs(*(x[1:] for x in at_once)))
+    control = wide(state, plain._replace(beta=nudged(plain.beta)))
+    assert not equal(control, wide(state, plain))
+
+
+@pytest.mark.parametrize("vector", [False, True], ids=["scalar", "vector"])
+@pytest.mark.parametrize("inputs", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_delta_replay(kind: str, inputs: int, vector: bool) -> None:
+    """C2: replay(S, tape, n) is the state after n single steps, for every n."""
+    plain, state = recurrence(kind, inputs, vector=vector)
+    following, _ = recurrence(kind, 2, vector=vector, seed=2)
+    for given in (plain, masked(plain)):
+        _, states = chained(state, given)
+        tape = Tape(given.g, given.k, gated_delta(state, given).delta, given.mask)
+        for n in range(inputs + 1):
+            schedule = SCHEDULES[n % len(SCHEDULES)]
+            keep = [n, inputs - n]
+            expected = np.stack([states[keep[b]][b] for b in range(BATCH)])
+            replayed = gated_delta(state, tape=tape, keep=keep, schedule=schedule)
+            assert replayed.state.tobytes() == expected.tobytes()
+            # folded into the next verify, the replayed state is the checkpoint
+            folded = gated_delta(state, following, tape, keep, schedule=schedule)
+            fresh = gated_delta(expected, following, schedule=schedule)
+            assert equal(folded, fresh._replace(state=expected))
+        oracle = reference.gated_delta_replay(
+            mx.array(state),
+            tapes.Tape(*(x if x is None else to_mx(x) for x in tape)),
+            mx.array(keep),
+        )
+        assert close(replayed.state, np.array(oracle), 1e-5)
+    last = gated_delta(state, tape=tape, keep=[inputs] * BATCH)
+    control = gated_delta(state, tape=tape._replace(g=nudged(tape.g), valid=None), keep=[inputs] * 2)
+    assert last.state.tobytes() == states[inputs].tobytes() and not equal(control, last)
+
+
+@pytest.mark.parametrize("wrong", [-1, 4])
+def test_gated_delta_poisons_a_row_that_keeps_too_much(wrong: int) -> None:
+    given, state = recurrence("half", 3)
+    following, _ = recurrence("half", 2, seed=2)
+    tape = Tape(given.g, given.k, gated_delta(state, given).delta)
+    replayed = gated_delta(state, tape=tape, keep=[wrong, 2]).state
+    folded = gated_delta(state, following, tape, [wrong, 2])
+    sound = gated_delta(state, following, tape, [1, 2])
+    assert np.isnan(replayed[0]).all() and replayed[1].tobytes() == sound.state[1].tobytes()
+    for got, expected in zip(folded, sound, strict=True):
+        assert np.isnan(got[0]).all() and got[1].tobytes() == expected[1].tobytes()
+
+
+def test_nothing_to_contract() -> None:
+    """The bits are the same whether or not a compiler may fuse multiply-adds across expressions."""
+    given, state = recurrence("half", 5)
+    rng = np.random.default_rng(3)
+    x, weight, window = convolution("half", 5)
+    a, b, A_log, dt_bias = gate_inputs("half", rng)
+    results = [
+        [
+            *gated_delta(state, given, contract=contract),
+            gated_delta(state, given, commits=True, contract=contract).state,
+            causal_conv1d(x, weight, window, contract=contract),
+            *gates(a, b, A_log, dt_bias, contract=contract),
+        ]
+        for contract in ("off", "on", "fast")
+    ]
+    for result in zip(*results, strict=True):
+        off, on, fast = (r if r is None else r.tobytes() for r in result)
+        assert off == on == fast
+
+
+def gate_inputs(kind: str, rng: np.random.Generator) -> tuple[np.ndarray, ...]:
+    a, b = rng.standard_normal((2, BATCH, 5, 4)) * 4
+    a[0, :, 0] = [-200.0, -20.0, 0.0, 20.0, 200.0]
+    b[0, :, 0] = [-200.0, -20.0, 0.0, 20.0, 200.0]
+    A_log = np.log(rng.uniform(1, 16, 4)).astype(np.float32)
+    dt_bias = rng.standard_normal(4).astype(np.float32)
+    return encode(a, kind), encode(b, kind), A_log, dt_bias
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gated_delta_gates(kind: str) -> None:
+    a, b, A_log, dt_bias = gate_inputs(kind, np.random.default_rng(4))
+    got = on_every_schedule(lambda s: Outputs(*gates(a, b, A_log, dt_bias, s), None))
+    expected = reference.gated_delta_gates(to_mx(a), to_mx(b), mx.array(A_log), mx.array(dt_bias))
+    for x, oracle in zip(got, expected, strict=False):
+        np.testing.assert_allclose(x, np.array(oracle), rtol=1e-5, atol=1e-30)
+    one = gates(a[1:, 2:3].copy(), b[1:, 2:3].copy(), A_log, dt_bias)
+    assert all(x.tobytes() == y[1:, 2:3].tobytes() for x, y in zip(one, got, strict=False))
+
+
+def convolution(kind: str, inputs: int, taps: int = 4) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(5)
+    channels = 37
+    x = rng.standard_normal((BATCH, inputs, channels))
+    weight = rng.standard_normal((channels, taps))
+    window = rng.standard_normal((BATCH, taps - 1, channels))
+    return encode(x, kind), encode(weight, kind), encode(window, kind)
+
+
+@pytest.mark.parametrize("taps", [2, 4])
+@pytest.mark.parametrize("inputs", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_causal_conv1d(kind: str, inputs: int, taps: int) -> None:
+    x, weight, window = convolution(kind, inputs, taps)
+    got = on_every_schedule(lambda s: Outputs(causal_conv1d(x, weight, window, s), None, None)).y
+    oracle = reference.causal_conv1d_verify(to_mx(x), to_mx(weight), to_mx(window))
+    assert close(decode(got), decode(from_mx(oracle)), 1e-6 + ULP[kind])
+    at, by_one = window, []
+    for t in range(inputs):
+        one = np.ascontiguousarray(x[:, t : t + 1])
+        by_one.append(causal_conv1d(one, weight, at))
+        at = conv_window(at, one, [1] * BATCH)
+    assert np.concatenate(by_one, 1).tobytes() == got.tobytes()
+    assert causal_conv1d(x, weight, nudged(window)).tobytes() != got.tobytes()
+
+
+@pytest.mark.parametrize("inputs", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_conv_window(kind: str, inputs: int) -> None:
+    x, _, window = convolution(kind, inputs)
+    for n in range(inputs + 1):
+        keep = [n, inputs - n]
+        got = conv_window(window, x, keep, SCHEDULES[n % len(SCHEDULES)])
+        oracle = reference.conv_window(to_mx(window), to_mx(x), mx.array(keep))
+        assert got.tobytes() == from_mx(oracle).tobytes()
+    for wrong in (-1, inputs + 1):
+        poisoned = decode(conv_window(window, x, [wrong, inputs]))
+        assert np.isnan(poisoned[0]).all()
+        assert poisoned[1].tobytes() == decode(conv_window(window, x, [0, inputs]))[1].tobytes()
+
+
+@pytest.mark.parametrize("inputs", LENGTHS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kv_write(kind: str, inputs: int) -> None:
+    rng = np.random.default_rng(6)
+    heads, capacity, dim = 3, 20, 12
+    cache = encode(rng.standard_normal((BATCH, heads, capacity, dim)), kind)
+    rows = encode(rng.standard_normal((BATCH, heads, inputs, dim)), kind)
+    for n, lengths in enumerate(([0, capacity - inputs], [1, 2])):
+        got = kv_write(cache, rows, lengths, SCHEDULES[1 + n])
+        oracle = reference.kv_write(to_mx(cache), to_mx(rows), mx.array(lengths))
+        assert got.tobytes() == from_mx(oracle).tobytes()
+        assert got.tobytes() != cache.tobytes()
+    for wrong in (-1, capacity - inputs + 1):
+        got = decode(kv_write(cache, rows, [wrong, 2]))
+        assert np.isnan(got[0]).any() and not np.isnan(got[1]).any()
