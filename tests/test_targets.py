@@ -158,7 +158,9 @@ def test_bf16_is_as_near_to_fp32_as_mlx_lm(name: str) -> None:
     pairs = both(half, tokens, CHUNKS)
     ours, theirs = (mx.concatenate(side, axis=1) for side in zip(*pairs, strict=True))
     assert ours.dtype == theirs.dtype == mx.bfloat16
-    ours_away, theirs_away = (mx.sqrt(mx.square(x - truth).mean()).item() for x in (ours, theirs))
+    away = (mx.square(x - truth).mean(axis=-1) for x in (ours, theirs))
+    # The median position: rounding sends a few positions to other experts.
+    ours_away, theirs_away = (mx.sqrt(mx.median(each)).item() for each in away)
     assert ours_away < 1.25 * theirs_away
     # Control: the measure sees rounding.
     assert theirs_away > 1e-4 * mx.abs(truth).max().item()
@@ -197,7 +199,6 @@ def test_taps_are_the_outputs_of_their_layers(name: str) -> None:
     cache = target.make_cache(2)
     _, first = target.forward(tokens[:, :7], cache, commit=True, tap_layers=order)
     hidden, second = target.forward(tokens[:, 7:], cache, commit=False, tap_layers=order)
-    assert first is not None and second is not None
     assert first.shape == (2, 7, 3 * target.hidden_size)
     taps = mx.split(mx.concatenate([first, second], axis=1), 3, axis=-1)
     for tap, layer in zip(taps, order, strict=True):
@@ -326,7 +327,7 @@ class Draft(nn.Module):
     ("model", "message"),
     [
         (Foreign, "expected a qwen3 model that mlx-lm loaded"),
-        (DFlashDraftModel, "is a DFlash draft|the DFlash draft .*DFlashDraftModel"),
+        (DFlashDraftModel, "the DFlash draft .*DFlashDraftModel"),
         (Draft, "the DFlash draft .*Draft"),
     ],
 )

@@ -26,7 +26,9 @@ CL_FLAGS = [
     *("-Xclang", "-fbfloat16-excess-precision=none", "-Xclang", "-ffloat16-excess-precision=none"),
     *("-target", "x86_64-linux-gnu", *X86),
 ]
-FORWARDED = "array atomic common compute geometric integer limits math matrix numeric pack relational"
+FORWARDED = (
+    "array atomic common compute geometric integer limits math matrix numeric pack relational"
+)
 FORWARDED += " simdgroup simdgroup_matrix type_traits types uniform"
 # kernel parameter attribute -> field of the emulator's context
 POSITIONS = {
@@ -317,7 +319,9 @@ class Source:
 
     def uninstantiated(self) -> dict[str, str]:
         """Kernel templates without an instance, whose bodies are therefore never compiled."""
-        used = {re.sub(r"<.*", "", callee, flags=re.S).split("::")[-1] for _, callee in self.instances}
+        used = {
+            re.sub(r"<.*", "", callee, flags=re.S).split("::")[-1] for _, callee in self.instances
+        }
         return {name: where for name, where in self.templates.items() if name not in used}
 
     def program(self, entries: str) -> str:

@@ -129,7 +129,13 @@ def gated_delta(
         [1, math.ceil(value_dim / (4 * simdgroups)), batch * value_heads],
         [32, simdgroups, 1],
         groups=True,
-        constants={0: 6 in buffers, 1: 7 in buffers, 2: 10 in buffers, 3: 13 in buffers, 4: commits},
+        constants={
+            0: 6 in buffers,
+            1: 7 in buffers,
+            2: 10 in buffers,
+            3: 13 in buffers,
+            4: commits,
+        },
         schedule=schedule,
     )
     return Outputs(

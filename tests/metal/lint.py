@@ -75,9 +75,7 @@ class Node(NamedTuple):
     tail: str
 
 
-ROW = re.compile(
-    r"([| `-]*)(\w+) (0x\w+) (?:(?:parent|prev) 0x\w+ )*(<(?:[^<>]|<[^<>]*>)*>)?(.*)"
-)
+ROW = re.compile(r"([| `-]*)(\w+) (0x\w+) (?:(?:parent|prev) 0x\w+ )*(<(?:[^<>]|<[^<>]*>)*>)?(.*)")
 OWN_LOCATION = re.compile(r"\s*(\S+:\d+:\d+|line:\d+:\d+|col:\d+)\s")
 LOCATION = re.compile(
     r"(?<!\w)line:(?P<same>\d+):\d+|(?<!\w)col:\d+|<invalid sloc>|<scratch space>:\d+:\d+"

@@ -51,7 +51,10 @@ def _bench_hash() -> str:
     """Of the bench's own sources, so that no build product outlives a change."""
     digest = hashlib.sha256()
     for path in sorted(BENCH.rglob("*")):
-        code = path.suffix in (".py", ".cpp", ".cmake", ".h", ".hpp", ".txt") or path.name == "metal_stdlib"
+        code = (
+            path.suffix in (".py", ".cpp", ".cmake", ".h", ".hpp", ".txt")
+            or path.name == "metal_stdlib"
+        )
         if code and not path.name.startswith("test_"):
             digest.update(str(path.relative_to(BENCH)).encode() + b"\0" + path.read_bytes())
     return digest.hexdigest()

@@ -207,8 +207,6 @@ class DFlashSession:
         self.max_drafts = drafter.max_drafts
         self.position = 0
         """The next position to come: as many positions are committed."""
-        self.finite: mx.array | None = None
-        """Lazy bool [], whether the first proposal's logits were all finite. None before it."""
         self._caches = [
             ContextCache(config.num_key_value_heads, config.head_dim, dtype, config.window(layer))
             for layer in range(config.num_hidden_layers)
@@ -216,7 +214,6 @@ class DFlashSession:
         self._waiting: mx.array | None = None
         self._mask_tokens = mx.full((1, self.max_drafts), config.mask_token_id, dtype=mx.int32)
         self._sliding_mask: mx.array | None = None
-        self._began = False
 
     def extend(self, taps: mx.array, position: int) -> None:
         """Append the committed positions `position … position + n - 1` (see `DraftSession.extend`).
@@ -227,13 +224,15 @@ class DFlashSession:
         columns = len(self.config.target_layer_ids) * self.config.hidden_size
         if taps.ndim != 3 or taps.shape[0] != 1 or taps.shape[2] != columns:
             raise ValueError(f"[extend] expected taps (1, n, {columns}) but got {taps.shape}")
-        cut = not self._began and self.config.context_rows is not None
-        if position != self.position and not (cut and position > 0):
-            raise ValueError(f"[extend] expected position {self.position} but got {position}")
         new, reach = taps.shape[1], self.config.context_rows
+        if position != self.position and (reach is None or position < self.position):
+            raise ValueError(f"[extend] expected position {self.position} but got {position}")
         if new == 0:
             return
-        self._began = True
+        if position > self.position:
+            self._waiting = None
+            for cache in self._caches:
+                cache.rows = 0
         self.position = position + new
         if reach is not None and new > reach:
             taps = taps[:, -reach:]
@@ -292,16 +291,23 @@ class DFlashSession:
             )
         hidden = self.model.norm(self.hidden(pending, position)[:, 1 : 1 + count])
         logits = self.logits(hidden)
-        if self.finite is None:
-            self.finite = mx.all(mx.isfinite(logits))
         if self.config.is_dflash2:
             return self.model.candidate_selector.greedy(hidden, logits, pending)
         return mx.argmax(logits, axis=-1).astype(mx.int32)
 
+    def finite(self, pending: mx.array, position: int) -> mx.array:
+        """Lazy bool []: whether every logit of a proposal at `position` is finite.
+
+        Costs one pass and changes no later proposal. False means that the draft is broken, by weights
+        or by a dtype: its proposals are then noise and nothing else shows it.
+        """
+        hidden = self.model.norm(self.hidden(pending, position)[:, 1:])
+        return mx.all(mx.isfinite(self.logits(hidden)))
+
     def arrays(self) -> list[mx.array]:
         """Every array of this session's state, for `mx.eval`."""
         arrays = [array for cache in self._caches for array in cache.arrays()]
-        return arrays + [a for a in (self._waiting, self.finite) if a is not None]
+        return arrays if self._waiting is None else [*arrays, self._waiting]
 
     def _mask(self, layer: int, rows: int) -> Mask:
         """The mask of a block after `rows` of context; an array past the window only."""

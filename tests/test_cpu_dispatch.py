@@ -1,0 +1,61 @@
+"""The CPU kernels' instruction sets and threads change the speed, never the bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from dflash_native import _native
+
+PROGRAM = """
+import hashlib
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+from dflash_native import _native, ops
+mx.random.seed(3)
+digest = hashlib.sha256()
+for dtype in (mx.float32, mx.float16, mx.bfloat16):
+    for Dk, Dv in ((32, 13), (128, 40), (256, 5)):
+        q, k = (mx.random.normal((2, 5, 2, Dk)).astype(dtype) * 0.1 for _ in range(2))
+        v, beta = mx.random.normal((2, 5, 4, Dv)).astype(dtype), mx.random.uniform(0, 1, (2, 5, 4))
+        g, state = mx.random.uniform(0.7, 1, (2, 5, 4)), mx.random.normal((2, 4, Dv, Dk)) * SCALE
+        y, tape, _ = ops.gated_delta_verify(q, k, v, g, beta, state)
+        after = ops.gated_delta_replay(state, tape, [3, 5])
+        x, w = mx.random.normal((2, 5, 300)).astype(dtype), mx.random.normal((300, 4)).astype(dtype)
+        conv = ops.causal_conv1d_verify(x, w, x[:, :3])
+        for out in (y, tape.delta, after, conv):
+            digest.update(bytes(memoryview(out.view(mx.uint8))))
+print(_native.extension.cpu_isa(), _native.extension.cpu_threads(), digest.hexdigest())
+"""
+
+
+def run(scale="0.1", **environment):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.replace("SCALE", scale)],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split()
+
+
+def test_instruction_sets_and_thread_counts_give_the_same_bits():
+    isa, _, digest = run()
+    assert isa == _native.extension.cpu_isa()
+    for threads in ("1", "3"):
+        other = run(DFLASH_NATIVE_NUM_THREADS=threads)
+        assert other == [isa, threads, digest]
+    if isa in ("avx2", "avx512"):
+        assert run(DFLASH_NATIVE_ISA="baseline")[::2] == ["baseline", digest]
+    if isa == "avx512":
+        assert run(DFLASH_NATIVE_ISA="avx2")[::2] == ["avx2", digest]
+    assert run(scale="0.1001")[2] != digest  # the control
+
+
+def test_an_instruction_set_that_is_not_there_is_refused():
+    with pytest.raises(AssertionError, match=r"\[DFLASH_NATIVE_ISA\] expected an instruction set"):
+        run(DFLASH_NATIVE_ISA="sparc")
