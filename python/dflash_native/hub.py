@@ -17,6 +17,7 @@ from mlx.nn.layers.base import Module
 from mlx.utils import tree_map_with_path, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config, load_model, load_tokenizer
+from transformers import PreTrainedConfig
 
 from . import demo
 from .drafters import DFlashDrafter, is_draft
@@ -68,14 +69,7 @@ def load(
     if dtype is not None:
         _make_plain(model, dtype)
     mx.eval(model.parameters())
-    try:
-        tokenizer = load_tokenizer(folder, eos_token_ids=config.get("eos_token_id"))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"[load] transformers finds no tokenizer that it can read in {folder}: "
-            f"{_first_line(error)}"
-        ) from error
-    return model, tokenizer
+    return model, _load_tokenizer(folder, config.get("eos_token_id"))
 
 
 def load_drafter(path_or_id: str | PathLike[str], dtype: mx.Dtype | None = None) -> DFlashDrafter:
@@ -190,6 +184,28 @@ def _check_weights(folder: Path) -> None:
             raise ValueError(
                 f"[load] {path} is truncated or no safetensors file: {_first_line(error)}"
             ) from error
+
+
+def _load_tokenizer(folder: Path, eos_token_ids: Any) -> TokenizerWrapper:
+    """mlx-lm's tokenizer, cutting text as `tokenizer.json` says where the checkpoint wants that.
+
+    For some model types (qwen3_5 is one) transformers 5 takes the vocabulary alone from the file and
+    cuts by its own rule, even if `tokenizer_class` asks for the plain class. A configuration without
+    a model type makes it keep to the file.
+    """
+    extra = {}
+    path = folder / "tokenizer_config.json"
+    try:
+        if path.is_file():
+            wanted = json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class")
+            if wanted in ("PreTrainedTokenizerFast", "TokenizersBackend"):
+                extra["config"] = PreTrainedConfig()
+        return load_tokenizer(folder, extra, eos_token_ids=eos_token_ids)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"[load] transformers finds no tokenizer that it can read in {folder}: "
+            f"{_first_line(error)}"
+        ) from error
 
 
 def _make_plain(model: Module, dtype: mx.Dtype) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from .runner import Library
-from .tools import CLANG, LLVM, SHADERS, SHIM, X86, BenchError, cached, emulator_objects, run
+from .tools import CLANG, LLVM, SHIM, X86, BenchError, cached, emulator_objects, run
 
 # Without the generic address space clang refuses to return structs, so it stays on, and a pointer
 # that names no space is left to the lint.
@@ -96,11 +96,11 @@ def preprocess(
     defines: Iterable[str] = (),
     version: int = 310,
 ) -> str:
-    """The .metal file with macros expanded and line markers; metal/ is an include folder."""
+    """The .metal file with macros expanded and line markers."""
     flags = ["-x", "c++", "-std=c++17", "-nostdinc", "-undef", "-fno-caret-diagnostics"]
     flags += ["-D__METAL__=1", f"-D__METAL_VERSION__={version}", "-D__METAL_MACOS__=1"]
     flags += ["-D__HAVE_BFLOAT__=1", f"-I{_headers()}"]
-    flags += [f"-I{folder}" for folder in (*include, SHADERS)] + [f"-D{d}" for d in defines]
+    flags += [f"-I{folder}" for folder in include] + [f"-D{d}" for d in defines]
     return run(CLANG, "-E", *flags, source)
 
 
@@ -136,7 +136,7 @@ def split_top(text: str) -> list[str]:
             part = ""
         else:
             part += c
-    return parts + [part] if part.strip() else parts
+    return [*parts, part] if part.strip() else parts
 
 
 def _newlines(text: str) -> str:
@@ -287,7 +287,8 @@ class Source:
                     f" using {name}__ty = {kind}{dims};"
                     f" static device char {name}__st[sizeof({name}__ty)]"
                     ' __attribute__((aligned(16), section("msltg")));'
-                    f" threadgroup {name}__ty& {name} = *(threadgroup {name}__ty*)(ulong)&{name}__st;"
+                    f" threadgroup {name}__ty& {name} ="
+                    f" *(threadgroup {name}__ty*)(ulong)&{name}__st;"
                 )
             return m.group(1) + out + _newlines(m.group(0)[len(m.group(1)) :])
 
@@ -379,10 +380,10 @@ def compile(
 ) -> Library:
     """A .metal file as a `Library` for the emulator.
 
-    `include` and `defines` are a compiler's (metal/ is always an include folder) and `version` is
-    `__METAL_VERSION__`. `instantiate` adds kernel instances, host name -> 'function<arguments>';
-    `only` keeps the kernels whose host name one of these regular expressions finds. `contract` is
-    clang's -ffp-contract: 'off', 'on' (within an expression) or 'fast' (across expressions too).
+    `include` and `defines` are a compiler's, `version` is `__METAL_VERSION__`. `instantiate` adds
+    kernel instances, host name -> 'function<arguments>'; `only` keeps the kernels whose host name
+    one of these regular expressions finds. `contract` is clang's -ffp-contract: 'off', 'on'
+    (within an expression) or 'fast' (across expressions too).
     Raises BenchError with the compiler's messages.
     """
     return Library(build(source, include, defines, instantiate, only, contract, version))

@@ -208,7 +208,7 @@ class _Lint:
             self._use(node, "simdgroup_matrix", "", "air.simdgroup_matrix_8x8_init_diag")
 
     def _use(self, node: Node, name: str, signature: str, label: str) -> None:
-        if name in air.INLINE or not label and name.startswith(("__", "operator")):
+        if name in air.INLINE or (not label and name.startswith(("__", "operator"))):
             return
         symbol = label or air.symbol(name, signature)
         self.builtins.add(symbol)

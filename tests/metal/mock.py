@@ -1,25 +1,26 @@
-"""Build the extension for Linux on a mock Metal device, so that its host code runs in MLX graphs."""
+"""The extension, built for Linux on a mock Metal device: its host code runs in MLX graphs."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import sys
 import sysconfig
 from pathlib import Path
+from types import ModuleType
 
 from .tools import BENCH, CACHE, CLANGXX, LLVM, ROOT, BenchError, cached, locked, run
 
-PACKAGES = ("cmake", "ninja")  # Python packages that hold the programs of these names
-
 
 def _program(name: str) -> str:
-    """The path of a program, of this Python's environment first."""
+    """The path of a program that is a Python package too; this Python's environment comes first."""
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     found = shutil.which(name, path=path)
     if not found:
-        raise BenchError(f"{name} is missing: python -m pip install {' '.join(PACKAGES)}")
+        raise BenchError(f"{name} is missing: {sys.executable} -m pip install cmake ninja")
     return found
 
 
@@ -63,6 +64,18 @@ def build() -> Path:
             shutil.copyfile(work / name, folder / name)
 
     return cached("mock", (place, _sources_hash()), make) / name
+
+
+@functools.cache
+def load() -> ModuleType:
+    """The module `_ext` on the mock device, beside whatever `dflash_native` has loaded."""
+    import mlx.core  # noqa: F401  (first: the extension needs libmlx loaded)
+
+    spec = importlib.util.spec_from_file_location("mock._ext", build())
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def environment(schedule: int = 0) -> dict[str, str]:

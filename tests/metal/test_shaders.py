@@ -9,11 +9,11 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-
 from dflash_native import reference
 from dflash_native.tape import Tape as ReferenceTape
 
@@ -40,6 +40,18 @@ ULP = {"float": 2.0**-23, "half": 2.0**-10, "bfloat": 2.0**-7}
 BATCH, KEY_HEADS, VALUE_HEADS = 2, 1, 2
 # no sum in an order of the hardware's: its bits are nobody's promise
 ORDER_OF_NOBODY = ("air.simd_sum", "air.simd_product", "air.simd_prefix", "air.quad_sum", "air.dot")
+
+
+def every_variant(lengths: tuple[int, ...]) -> Callable[[Callable[..., None]], Any]:
+    """Parametrises a test by dtype, T, decay and mask."""
+
+    def decorate(test: Callable[..., None]) -> Any:
+        for name, values in (("mask", [False, True]), ("vector", [False, True])):
+            test = pytest.mark.parametrize(name, values, ids=[f"no {name}", name])(test)
+        test = pytest.mark.parametrize("inputs", lengths)(test)
+        return pytest.mark.parametrize("kind", KINDS)(test)
+
+    return decorate
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in SHADERS.glob("*.metal")))
@@ -74,9 +86,15 @@ def close(got: np.ndarray, expected: np.ndarray, tolerance: float) -> bool:
 
 
 def recurrence(
-    kind: str, inputs: int, *, vector: bool = False, dims: tuple[int, int] = (64, 6), seed: int = 0
+    kind: str,
+    inputs: int,
+    *,
+    vector: bool = False,
+    mask: bool = False,
+    dims: tuple[int, int] = (64, 6),
+    seed: int = 0,
 ) -> tuple[Inputs, np.ndarray]:
-    """Inputs in the physical range and a state."""
+    """Inputs in the physical range and a state; about a third of the inputs masked."""
     rng = np.random.default_rng(seed)
     key_dim, value_dim = dims
     q, k = rng.standard_normal((2, BATCH, inputs, KEY_HEADS, key_dim))
@@ -86,14 +104,10 @@ def recurrence(
     g = rng.uniform(0.8, 1.0, (*gate, key_dim) if vector else gate).astype(np.float32)
     beta = rng.uniform(0.1, 0.9, gate).astype(np.float32)
     state = rng.standard_normal((BATCH, VALUE_HEADS, value_dim, key_dim)).astype(np.float32)
-    return Inputs(*(encode(x, kind) for x in (q, k, v)), g, beta), state
-
-
-def masked(inputs: Inputs, seed: int = 1) -> Inputs:
-    """The same with about a third of the inputs masked, the first of row 0 among them."""
-    mask = np.random.default_rng(seed).uniform(size=inputs.k.shape[:2]) < 0.7
-    mask[0, 0] = False
-    return inputs._replace(mask=mask)
+    on = rng.uniform(size=(BATCH, inputs)) < 0.7
+    on[0] = np.arange(inputs) > 0
+    activations = (encode(x, kind) for x in (q, k, v))
+    return Inputs(*activations, g, beta, on if mask else None), state
 
 
 def chained(
@@ -126,23 +140,19 @@ def nudged(x: np.ndarray) -> np.ndarray:
     return (x.view(bits) + bits(1)).view(x.dtype)
 
 
-@pytest.mark.parametrize("vector", [False, True], ids=["scalar", "vector"])
-@pytest.mark.parametrize("inputs", LENGTHS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_gated_delta_is_the_reference(kind: str, inputs: int, vector: bool) -> None:
-    plain, state = recurrence(kind, inputs, vector=vector)
-    for given in (plain, masked(plain)):
-        got = on_every_schedule(lambda schedule: wide(state, given, schedule))
-        q, k, v, g, beta = (to_mx(x) for x in given[:5])
-        mask = None if given.mask is None else mx.array(given.mask)
-        y, tape, _ = reference.gated_delta_verify(q, k, v, g, beta, mx.array(state), mask=mask)
-        _, after = reference.gated_delta_step(q, k, v, g, beta, mx.array(state), mask)
-        assert close(decode(got.y), decode(from_mx(y)), 1e-5 + ULP[kind])
-        assert close(got.delta, np.array(tape.delta), 1e-5)
-        assert close(got.state, np.array(after), 1e-5)
-        if given.mask is not None:
-            off = ~given.mask
-            assert not got.y[off].any() and not got.delta[off].any()
+@every_variant(LENGTHS)
+def test_gated_delta_is_the_reference(kind: str, inputs: int, vector: bool, mask: bool) -> None:
+    given, state = recurrence(kind, inputs, vector=vector, mask=mask)
+    got = on_every_schedule(lambda schedule: wide(state, given, schedule))
+    operands = [to_mx(x) for x in given[:5]]
+    valid = mx.array(given.mask) if mask else None
+    y, tape, _ = reference.gated_delta_verify(*operands, mx.array(state), mask=valid)
+    _, after = reference.gated_delta_step(*operands, mx.array(state), valid)
+    assert close(decode(got.y), decode(from_mx(y)), 1e-5 + ULP[kind])
+    assert close(got.delta, np.array(tape.delta), 1e-5)
+    assert close(got.state, np.array(after), 1e-5)
+    if given.mask is not None:
+        assert not got.y[~given.mask].any() and not got.delta[~given.mask].any()
 
 
 @pytest.mark.parametrize("dims", [(32, 4), (96, 20), (256, 3)], ids=lambda d: f"{d[0]}x{d[1]}")
@@ -154,53 +164,44 @@ def test_gated_delta_at_other_dims(dims: tuple[int, int]) -> None:
     assert equal(got, chained(state, given)[0])
 
 
-@pytest.mark.parametrize("vector", [False, True], ids=["scalar", "vector"])
-@pytest.mark.parametrize("inputs", LENGTHS[1:])
-@pytest.mark.parametrize("kind", KINDS)
-def test_gated_delta_width(kind: str, inputs: int, vector: bool) -> None:
+@every_variant(LENGTHS[1:])
+def test_gated_delta_width(kind: str, inputs: int, vector: bool, mask: bool) -> None:
     """C1: bits do not depend on T or B."""
-    plain, state = recurrence(kind, inputs, vector=vector)
-    for given in (plain, masked(plain)):
-        at_once = on_every_schedule(lambda schedule: wide(state, given, schedule))
-        by_one = on_every_schedule(lambda schedule: chained(state, given, schedule)[0])
-        assert equal(at_once, by_one)
-        alone = wide(state[1:], given.row(1))
-        assert equal(alone, Outputs(*(x[1:] for x in at_once)))
-    control = wide(state, plain._replace(beta=nudged(plain.beta)))
-    assert not equal(control, wide(state, plain))
+    given, state = recurrence(kind, inputs, vector=vector, mask=mask)
+    at_once = on_every_schedule(lambda schedule: wide(state, given, schedule))
+    by_one = on_every_schedule(lambda schedule: chained(state, given, schedule)[0])
+    assert equal(at_once, by_one)
+    alone = wide(state[1:], given.row(1))
+    assert equal(alone, Outputs(*(x[1:] for x in at_once)))
+    control = wide(state, given._replace(beta=nudged(given.beta)))
+    assert not equal(control, at_once)
 
 
-@pytest.mark.parametrize("vector", [False, True], ids=["scalar", "vector"])
-@pytest.mark.parametrize("inputs", LENGTHS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_gated_delta_replay(kind: str, inputs: int, vector: bool) -> None:
+@every_variant(LENGTHS)
+def test_gated_delta_replay(kind: str, inputs: int, vector: bool, mask: bool) -> None:
     """C2: replay(S, tape, n) is the state after n single steps, for every n."""
-    plain, state = recurrence(kind, inputs, vector=vector)
+    given, state = recurrence(kind, inputs, vector=vector, mask=mask)
     following, _ = recurrence(kind, 2, vector=vector, seed=2)
-    for given in (plain, masked(plain)):
-        _, states = chained(state, given)
-        tape = Tape(given.g, given.k, gated_delta(state, given).delta, given.mask)
-        for n in range(inputs + 1):
-            schedule = SCHEDULES[n % len(SCHEDULES)]
-            keep = [n, inputs - n]
-            expected = np.stack([states[keep[b]][b] for b in range(BATCH)])
-            replayed = gated_delta(state, tape=tape, keep=keep, schedule=schedule)
-            assert same(replayed.state, expected)
-            # folded into the next verify, the replayed state is the checkpoint
-            folded = gated_delta(state, following, tape, keep, schedule=schedule)
-            fresh = gated_delta(expected, following, schedule=schedule)
-            assert equal(folded, fresh._replace(state=expected))
-        oracle = reference.gated_delta_replay(
-            mx.array(state),
-            ReferenceTape(*(x if x is None else to_mx(x) for x in tape)),
-            mx.array(keep),
-        )
-        assert close(replayed.state, np.array(oracle), 1e-5)
-    last = gated_delta(state, tape=tape, keep=[inputs] * BATCH)
-    control = gated_delta(
-        state, tape=tape._replace(g=nudged(tape.g), valid=None), keep=[inputs] * 2
+    _, states = chained(state, given)
+    tape = Tape(given.g, given.k, gated_delta(state, given).delta, given.mask)
+    for n in range(inputs + 1):
+        schedule = SCHEDULES[n % len(SCHEDULES)]
+        keep = [n, inputs - n]
+        expected = np.stack([states[keep[b]][b] for b in range(BATCH)])
+        replayed = gated_delta(state, tape=tape, keep=keep, schedule=schedule)
+        assert same(replayed.state, expected)
+        # folded into the next verify, the replayed state is the checkpoint
+        folded = gated_delta(state, following, tape, keep, schedule=schedule)
+        fresh = gated_delta(expected, following, schedule=schedule)
+        assert equal(folded, fresh._replace(state=expected))
+    oracle = reference.gated_delta_replay(
+        mx.array(state),
+        ReferenceTape(*(x if x is None else to_mx(x) for x in tape)),
+        mx.array(keep),
     )
-    assert same(last.state, states[inputs]) and not equal(control, last)
+    assert close(replayed.state, np.array(oracle), 1e-5)
+    control = gated_delta(state, tape=tape._replace(g=nudged(tape.g)), keep=keep)
+    assert not equal(control, replayed)
 
 
 @pytest.mark.parametrize("wrong", [-1, 4])
@@ -317,24 +318,24 @@ def test_kv_write(kind: str, inputs: int) -> None:
 MUTANTS: dict[str, tuple[str, str, Callable[[], None]]] = {
     "another order for more than one input": (
         "part = fma_rn(s[c], load4(qt + c * 32), part);",
-        "part = inputs > 1 ? part + s[c] * load4(qt + c * 32)"
+        "part = inputs > 1 ? part + scale_rn(s[c], load4(qt + c * 32))"
         " : fma_rn(s[c], load4(qt + c * 32), part);",
-        lambda: test_gated_delta_width("float", 3, False),
+        lambda: test_gated_delta_width("float", 3, False, False),
     ),
     "replay rounds twice": (
         "s[c] = fma_rn(dt, load4(kt + c * 32), scale_rn(s[c], decay));",
         "s[c] = dt * load4(kt + c * 32); s[c] = s[c] + scale_rn(s[c], decay);",
-        lambda: test_gated_delta_replay("float", 3, False),
+        lambda: test_gated_delta_replay("float", 3, False, True),
     ),
     "replay takes masked inputs": (
         "has_valid && !tape_valid[at]",
         "false",
-        lambda: test_gated_delta_replay("float", 3, False),
+        lambda: test_gated_delta_replay("float", 3, False, True),
     ),
     "rows past the last are written": (
         "const bool live = own_row < value_dim;",
         "const bool live = true;",
-        lambda: test_gated_delta_width("float", 3, False),
+        lambda: test_gated_delta_width("float", 3, False, False),
     ),
 }
 

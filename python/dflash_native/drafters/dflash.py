@@ -8,7 +8,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.activations import silu
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models.rope_utils import initialize_rope
 
 from .config import DFlashConfig
@@ -20,24 +23,24 @@ from .weights import check_dtype, load_weights
 Mask = mx.array | str | None
 
 
-class Attention(nn.Module):
+class Attention(Module):
     """Queries from the block; keys and values from context and block by the same projections."""
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # mlx's own
         hidden, self.head_dim = config.hidden_size, config.head_dim
-        self.q_proj = nn.Linear(hidden, config.num_attention_heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=False)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=False)
-        self.q_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = nn.RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.q_proj = Linear(hidden, config.num_attention_heads * self.head_dim, bias=False)
+        self.k_proj = Linear(hidden, config.num_key_value_heads * self.head_dim, bias=False)
+        self.v_proj = Linear(hidden, config.num_key_value_heads * self.head_dim, bias=False)
+        self.o_proj = Linear(config.num_attention_heads * self.head_dim, hidden, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def _heads(self, x: mx.array) -> mx.array:
         return x.reshape(*x.shape[:2], -1, self.head_dim)
 
     def store(
-        self, rows: mx.array, rope: nn.Module, position: int, cache: ContextCache, committed: int
+        self, rows: mx.array, rope: Module, position: int, cache: ContextCache, committed: int
     ) -> None:
         """Write the keys and values of `rows [1, T, H]`, from `position` on, after the context."""
         keys = self.k_norm(self._heads(self.k_proj(rows))).transpose(0, 2, 1, 3)
@@ -45,7 +48,7 @@ class Attention(nn.Module):
         cache.write(rope(keys, offset=position), values, committed)
 
     def __call__(
-        self, x: mx.array, rope: nn.Module, position: int, cache: ContextCache, mask: Mask
+        self, x: mx.array, rope: Module, position: int, cache: ContextCache, mask: Mask
     ) -> mx.array:
         """`x [1, B, H]` at `position …`, whose keys and values were stored, to `[1, B, H]`."""
         queries = self.q_norm(self._heads(self.q_proj(x))).transpose(0, 2, 1, 3)
@@ -56,37 +59,35 @@ class Attention(nn.Module):
         return self.o_proj(y.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
 
 
-class MLP(nn.Module):
+class MLP(Module):
     """SwiGLU."""
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # mlx's own
         hidden, inner = config.hidden_size, config.intermediate_size
-        self.gate_proj = nn.Linear(hidden, inner, bias=False)
-        self.up_proj = nn.Linear(hidden, inner, bias=False)
-        self.down_proj = nn.Linear(inner, hidden, bias=False)
+        self.gate_proj = Linear(hidden, inner, bias=False)
+        self.up_proj = Linear(hidden, inner, bias=False)
+        self.down_proj = Linear(inner, hidden, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Layer(nn.Module):
+class Layer(Module):
     """A pre-norm layer. The context reaches its attention as it is: no norm and no convolution."""
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # mlx's own
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if config.is_dflash2:
             self.attention_conv = GroupedDynamicConv(config)
             self.mlp_conv = GroupedDynamicConv(config)
         self.convolves = config.is_dflash2
 
-    def append(
-        self, context: mx.array, rope: nn.Module, position: int, cache: ContextCache
-    ) -> None:
+    def append(self, context: mx.array, rope: Module, position: int, cache: ContextCache) -> None:
         """Add `context [1, n, H]`, which ends before `position`, to this layer's cache."""
         rows = _reachable(context, cache)
         new = rows.shape[1]
@@ -96,7 +97,7 @@ class Layer(nn.Module):
         self,
         x: mx.array,
         context: mx.array | None,
-        rope: nn.Module,
+        rope: Module,
         position: int,
         cache: ContextCache,
         mask: Mask,
@@ -126,16 +127,16 @@ def _reachable(context: mx.array, cache: ContextCache) -> mx.array:
     return context[:, skipped:] if skipped else context
 
 
-class DFlashModel(nn.Module):
+class DFlashModel(Module):
     """The draft's weights. Embedding table and LM head are the target's."""
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # mlx's own
         hidden = config.hidden_size
-        self.fc = nn.Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
-        self.hidden_norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.fc = Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
+        self.hidden_norm = RMSNorm(hidden, eps=config.rms_norm_eps)
         self.layers = [Layer(config) for _ in range(config.num_hidden_layers)]
-        self.norm = nn.RMSNorm(hidden, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(hidden, eps=config.rms_norm_eps)
         if config.is_dflash2:
             self.candidate_selector = CandidateSelector(config)
         self.rope = initialize_rope(
@@ -152,7 +153,8 @@ class DFlashModel(nn.Module):
 
     def context(self, taps: mx.array) -> mx.array:
         """`taps [1, n, len(target_layer_ids) * H]` to the rows `[1, n, H]` shared by all layers."""
-        return self.hidden_norm(self.fc(taps.astype(self.dtype)))
+        rows: mx.array = self.hidden_norm(self.fc(taps.astype(self.dtype)))
+        return rows
 
 
 class DFlashDrafter:
@@ -298,8 +300,8 @@ class DFlashSession:
     def finite(self, pending: mx.array, position: int) -> mx.array:
         """Lazy bool []: whether every logit of a proposal at `position` is finite.
 
-        Costs one pass and changes no later proposal. False means that the draft is broken, by weights
-        or by a dtype: its proposals are then noise and nothing else shows it.
+        Costs one pass and changes no later proposal. False means that weights or a dtype broke the
+        draft: its proposals are then noise, and nothing else shows it.
         """
         hidden = self.model.norm(self.hidden(pending, position)[:, 1:])
         return mx.all(mx.isfinite(self.logits(hidden)))

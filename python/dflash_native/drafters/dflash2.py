@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx.nn.layers.base import Module
+from mlx.nn.layers.linear import Linear
 
 from .config import DFlashConfig
 
 
-class GroupedDynamicConv(nn.Module):
+class GroupedDynamicConv(Module):
     """A causal convolution over the rows of one block whose kernel depends on the row.
 
     `out[i, c] = sum_t (base[side, t, c] + delta[i, side, t, c // G]) * x[i - t, c]`, rows before
@@ -17,11 +18,11 @@ class GroupedDynamicConv(nn.Module):
     """
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # mlx's own
         self.taps, self.group = config.conv_kernel_size, config.conv_group_size
         groups = config.hidden_size // self.group
         self.base_kernel = mx.zeros((2, self.taps, config.hidden_size))
-        self.kernel_projection = nn.Linear(config.hidden_size, 2 * self.taps * groups, bias=False)
+        self.kernel_projection = Linear(config.hidden_size, 2 * self.taps * groups, bias=False)
 
     def kernels(self, x: mx.array) -> mx.array:
         """A sublayer's normed input `x [1, B, H]` to both kernels `[2, 1, B, K, H/G, G]` fp32."""
@@ -37,7 +38,7 @@ class GroupedDynamicConv(nn.Module):
         """`x [1, B, H]` with one side's `kernel [1, B, K, H/G, G]` to `[1, B, H]` in x's dtype."""
         block = x.shape[1]
         rows = x.astype(mx.float32).reshape(*x.shape[:2], -1, self.group)
-        padded = mx.pad(rows, ((0, 0), (self.taps - 1, 0), (0, 0), (0, 0)))
+        padded = mx.pad(rows, [(0, 0), (self.taps - 1, 0), (0, 0), (0, 0)])
         total = kernel[:, :, 0] * rows
         for tap in range(1, self.taps):
             first = self.taps - 1 - tap
@@ -45,16 +46,16 @@ class GroupedDynamicConv(nn.Module):
         return total.reshape(x.shape).astype(x.dtype)
 
 
-class CandidateSelector(nn.Module):
+class CandidateSelector(Module):
     """Chooses a path through every slot's best candidates by the scores of slots and steps."""
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # mlx's own
         self.top_k = config.selector_top_k
         codebook = (config.vocab_size, config.selector_rank)
         self.predecessor_codebook = mx.zeros(codebook)
         self.successor_codebook = mx.zeros(codebook)
-        self.hidden_projection = nn.Linear(config.hidden_size, config.selector_rank, bias=False)
+        self.hidden_projection = Linear(config.hidden_size, config.selector_rank, bias=False)
 
     def greedy(self, hidden: mx.array, logits: mx.array, anchor: mx.array) -> mx.array:
         """The greedy path from the anchor, int32 `[1, n]`.

@@ -32,8 +32,8 @@ class DraftSession(Protocol):
         """Append committed context.
 
         `taps [1, n, len(tap_layers) * H]` belong to the positions `position … position + n - 1`,
-        which follow what came before. The first call may start above 0 where `context_rows` allows
-        it.
+        which follow what came before. Where `context_rows` is set, a call (also the first) may
+        skip positions that the next proposal cannot see: older context is then dropped.
         """
         ...
 

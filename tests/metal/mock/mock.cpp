@@ -1,5 +1,5 @@
 // Members of MLX's metal::Device and metal::CommandEncoder (the real classes of device.h) on the
-// emulator: get_library checks and compiles the shader with the bench, dispatch_* runs it at
+// emulator: get_library compiles the shader with the bench, dispatch_* runs it at
 // once on the arrays' memory. DFLASH_METAL_SCHEDULE is 0, 1 or 2.
 #include <dlfcn.h>
 #include <unistd.h>
@@ -66,6 +66,9 @@ void run(MTL::Size grid, MTL::Size threads, int grid_is_threadgroups) {
 
 // The path of the .so that the bench makes of a shader.
 std::string compile(const std::string& name, const std::string& source) {
+  for (char c : source) {
+    if (c & 0x80) fail("the shader " + name + " is not ASCII");
+  }
   std::string folder = std::filesystem::temp_directory_path() / "mock-metal-XXXXXX";
   if (!mkdtemp(folder.data())) fail("no temporary folder");
   const std::string shader = folder + "/" + name + ".metal", log = folder + "/log";
@@ -75,7 +78,7 @@ std::string compile(const std::string& name, const std::string& source) {
   const int failed = system(command.c_str());
   const std::string output = read_file(log);
   std::filesystem::remove_all(folder);
-  if (failed) fail("the shader " + name + " does not pass the check:\n" + output);
+  if (failed) fail("the shader " + name + " does not compile:\n" + output);
   return between(output, "", '\n');
 }
 }  // namespace

@@ -1,0 +1,134 @@
+"""The command line `dflash-native`: doctor, demo and generate.
+
+Only declarations are here: MLX and the models are imported by the command that needs them.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+app = typer.Typer(
+    name="dflash-native",
+    help="Block speculative decoding on hybrid models, with state rollback that is exact to the bit.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+DtypeName = Literal["float32", "bfloat16", "float16", "stored"]
+
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
+_BlockSize = Annotated[
+    int | None,
+    typer.Option(help="Inputs of a verify, at most the draft's own block, which is the default."),
+]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from .. import __version__
+
+        typer.echo(f"dflash-native {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def doctor(json: _Json = False) -> None:
+    """Say what runs here and on which kernels, and test every operation.
+
+    Exits with 1 if a test fails.
+    """
+    from .console import guard
+
+    with guard():
+        from .doctor import run
+
+        run(as_json=json)
+
+
+@app.command()
+def demo(
+    json: _Json = False,
+    prompts: Annotated[int, typer.Option(help="How many of the shipped prompts to run.")] = 3,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each.")] = 96,
+    block_size: _BlockSize = None,
+    dtype: Annotated[
+        DtypeName, typer.Option(help="Of weights and activations; stored: 8-bit and bfloat16.")
+    ] = "float32",
+) -> None:
+    """Show the built-in pair at work, then compare DFlash with plain decoding.
+
+    Needs no network. Accepted drafts are underlined, or in brackets where there is no terminal.
+    """
+    from .console import guard
+
+    with guard():
+        from .demo import run
+
+        run(
+            as_json=json,
+            prompts=prompts,
+            max_tokens=max_tokens,
+            block_size=block_size,
+            dtype=dtype,
+        )
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Option(help="The prompt; - reads it from standard input.")],
+    model: Annotated[
+        str | None,
+        typer.Option(help="The target: a folder or a hub id. Without it, the built-in pair."),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="The DFlash draft: a folder or a hub id. Without it, plain decoding."),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate; -1: no limit.")] = 256,
+    block_size: _BlockSize = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Leave out the chat template.")] = False,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A text that ends the generation; repeatable.")
+    ] = None,
+    dtype: Annotated[
+        DtypeName | None,
+        typer.Option(
+            help="Of weights and activations.",
+            show_default="stored; float32 for the built-in pair",
+        ),
+    ] = None,
+    json: _Json = False,
+) -> None:
+    """Continue a prompt: the text on standard output, statistics on standard error.
+
+    Ctrl-C keeps what was generated and exits with 130.
+    """
+    from .console import guard
+
+    with guard():
+        from .generate import run
+
+        run(
+            prompt=prompt,
+            model=model,
+            draft=draft,
+            max_tokens=max_tokens,
+            block_size=block_size,
+            raw=raw,
+            stop=stop or [],
+            dtype=dtype,
+            as_json=json,
+        )

@@ -1,0 +1,78 @@
+"""`dflash-native doctor`: prints what `dflash_native.doctor` finds."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+import typer
+
+from .. import doctor
+from .console import err, out
+
+
+def run(*, as_json: bool) -> None:
+    """Print the report; exits with 1 if a check fails."""
+    info = doctor.build_info()
+    if as_json:
+        with err().status("testing every operation"):
+            checks = list(doctor.self_test())
+        passed = all(check.passed for check in checks)
+        tests = [asdict(check) | {"passed": check.passed} for check in checks]
+        print(json.dumps(info | {"checks": tests, "passed": passed}, indent=2))
+    else:
+        _print_info(info)
+        passed = _print_checks()
+    if not passed:
+        raise typer.Exit(1)
+
+
+def _print_info(info: dict[str, Any]) -> None:
+    environment = " ".join(f"{name}={value}" for name, value in info["environment"].items())
+    _section("Versions", info["versions"])
+    _section(
+        "Build",
+        {
+            "backend": f"{info['backend']} ({info['device']})",
+            "libmlx": info["libmlx"],
+            "extension": info["extension"],
+            "built for": f"mlx {info['built_for_mlx']}, nanobind {info['built_with_nanobind']}",
+            "environment": environment or "none of our variables is set",
+        },
+    )
+    _section("Kernels", info["kernels"])
+
+
+def _section(title: str, rows: dict[str, str]) -> None:
+    console = out()
+    console.print(title, style="bold")
+    width = max(map(len, rows))
+    for name, value in rows.items():
+        console.print(f"  {name:<{width}}  {value}", soft_wrap=True)
+    console.print()
+
+
+def _print_checks() -> bool:
+    console = out()
+    console.print("Self-test against the references", style="bold")
+    console.print(f"  {'operation':<21} {'dtype':<9} {'error':>9} {'allowed':>9}")
+    failed = total = 0
+    for check in doctor.self_test():
+        total += 1
+        failed += not check.passed
+        error = "none" if check.error is None else _number(check.error)
+        console.print(
+            f"  {check.operation:<21} {check.dtype:<9} {error:>9} {_number(check.tolerance):>9} ",
+            end="",
+        )
+        console.print("PASS" if check.passed else "FAIL", style="green" if check.passed else "red")
+        if check.detail:
+            console.print(f"    {check.detail}", soft_wrap=True)
+    console.print()
+    console.print(f"{failed} of {total} checks failed" if failed else f"all {total} checks passed")
+    return not failed
+
+
+def _number(value: float) -> str:
+    return f"{value:.1e}" if value else "0"

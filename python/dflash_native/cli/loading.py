@@ -1,0 +1,69 @@
+"""Options to models: the built-in pair, or what `--model` and `--draft` name."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+import mlx.core as mx
+
+from .console import err
+
+if TYPE_CHECKING:
+    from ..drafters import DFlashDrafter
+    from ..targets import Target
+
+_DTYPES = {
+    "float32": mx.float32,
+    "bfloat16": mx.bfloat16,
+    "float16": mx.float16,
+    "stored": None,
+}
+
+
+def demo_pair(dtype: str) -> tuple[Target, Any, DFlashDrafter]:
+    """The pair that ships in the package: target, tokenizer, drafter."""
+    with err().status("loading the demo pair"):
+        _quiet()
+        from .. import hub
+        from ..targets import Target
+
+        model, tokenizer, drafter = hub.load_demo(_DTYPES[dtype])
+        return Target(model), tokenizer, drafter
+
+
+def named_pair(
+    model: str, draft: str | None, dtype: str
+) -> tuple[Target, Any, DFlashDrafter | None]:
+    """A target and, if one is named, its draft. Raises what `hub` and `Target` raise."""
+    wanted = _DTYPES[dtype]
+    with err().status("") as status:
+        status.update("importing mlx-lm")
+        _quiet()
+        from .. import hub
+        from ..targets import Target
+
+        drafter = None
+        if draft is not None:  # the small one first: a wrong path shows at once
+            status.update(f"loading {draft}")
+            # A draft's residuals overflow fp16: it runs in fp32 beside such a target.
+            drafter = hub.load_drafter(draft, mx.float32 if wanted == mx.float16 else wanted)
+        status.update(f"loading {model}")
+        weights, tokenizer = hub.load(model, wanted)
+        target = Target(weights)
+        hub.check_tokenizer(target, tokenizer)
+        if drafter is not None:
+            drafter.begin(target)
+        return target, tokenizer, drafter
+
+
+def known_draft(model: str) -> str | None:
+    """The hub id of a draft published for this target, or None."""
+    from .. import hub
+
+    return hub.known_draft(model)
+
+
+def _quiet() -> None:
+    """Keep transformers' advice (no PyTorch found) out of a command's standard error."""
+    logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -1,0 +1,262 @@
+"""What runs here, on which kernels, and whether it computes what it should."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from . import ops, reference
+from ._native import extension
+from .tape import Tape
+
+OPERATIONS: tuple[str, ...] = tuple(name for name in ops.__all__ if name != "Tape")
+"""Every operation of `dflash_native.ops`."""
+
+TOLERANCES = {
+    mx.float32: 1e-5,  # sums of 64 products in another order
+    mx.float16: 2.0**-9,  # one rounding to 11 bits, which may fall to either side
+    mx.bfloat16: 2.0**-6,  # the same with 8 bits
+}
+"""The largest difference from the reference, over its largest value, by the dtype of a result."""
+
+_MOVES = ("conv_window", "kv_write")
+_PACKAGES = ("dflash-native", "mlx", "mlx-lm", "numpy", "transformers", "typer", "rich")
+_VARIABLES = ("DFLASH_NATIVE_ISA", "DFLASH_NATIVE_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Check:
+    """One comparison of the self-test."""
+
+    operation: str
+    """Of `dflash_native.ops`, or what several of them promise together."""
+    dtype: str
+    """Of the activations."""
+    error: float | None
+    """Largest difference over the largest expected value; None where there is no such number."""
+    tolerance: float
+    """The largest error that passes; 0 asks for the same bits."""
+    detail: str = ""
+    """Why `error` is None."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is a number within the tolerance."""
+        return self.error is not None and self.error <= self.tolerance
+
+
+def backend() -> str:
+    """Where MLX's default stream runs: "cpu", "metal" or "cuda"."""
+    if mx.default_device() == mx.cpu:
+        return "cpu"
+    return "metal" if mx.metal.is_available() else "cuda"
+
+
+def device_name() -> str:
+    """The name that MLX gives to the default device."""
+    return str(mx.device_info(mx.default_device()).get("device_name", "unknown"))
+
+
+def loaded_libraries(stem: str) -> list[str]:
+    """Paths of the shared libraries in this process whose file name starts with `stem`.
+
+    Read from the process itself (`/proc/self/maps` on Linux, dyld's image list on macOS). More than
+    one libmlx means that two copies of MLX share the process.
+    """
+    images = _dyld_images() if sys.platform == "darwin" else _mapped_files()
+    return sorted({path for path in images if Path(path).name.startswith(stem)})
+
+
+def versions() -> dict[str, str]:
+    """Installed versions of Python, the system and the packages that matter here."""
+    found = {"python": platform.python_version(), "system": platform.platform()}
+    for package in _PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = "not installed as a package"
+    return found
+
+
+def kernels() -> dict[str, str]:
+    """For each operation, and for MLX's own two, what runs it on the default device."""
+    where = backend()
+    shaders = f"shader source {extension.shader_hash()}"
+    if where == "cpu":
+        isa, threads = extension.cpu_isa(), extension.cpu_threads()
+        general = f"native C++, {isa}, up to {threads} thread{'s' * (threads > 1)}"
+        found = dict.fromkeys(OPERATIONS, general)
+        found |= dict.fromkeys(_MOVES, "native C++, memory copies on one thread")
+    elif where == "metal":
+        source = extension.metal_kernel_source()
+        general = (
+            f"Metal, metallib {source}"
+            if source.endswith(".metallib")
+            else f"Metal, {shaders}, {source}"
+        )
+        found = dict.fromkeys(OPERATIONS, general)
+    else:
+        found = dict.fromkeys(OPERATIONS, f"CUDA, {shaders} through MLX's fast::cuda_kernel")
+        found["kv_write"] = "CUDA, MLX's slice_update"
+    return found | {
+        "attention": f"MLX's scaled_dot_product_attention ({where})",
+        "matmul": f"MLX's matmul and quantized_matmul ({where})",
+    }
+
+
+def build_info() -> dict[str, Any]:
+    """Which backend, which kernels and which libmlx: what `dflash_native.__build__` holds.
+
+    Keys: backend, device, libmlx (the file this process has loaded, or "not found"), extension,
+    built_for_mlx, built_with_nanobind, shader_hash, kernels (by operation), environment (of our
+    variables, those that are set) and versions. Raises ValueError where one of those variables has a
+    value that this machine cannot honour.
+    """
+    return {
+        "backend": backend(),
+        "device": device_name(),
+        "libmlx": ", ".join(loaded_libraries("libmlx.")) or "not found",
+        "extension": str(extension.__file__),
+        "built_for_mlx": extension.MLX_VERSION,
+        "built_with_nanobind": extension.NANOBIND_VERSION,
+        "shader_hash": extension.shader_hash(),
+        "kernels": kernels(),
+        "environment": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
+        "versions": versions(),
+    }
+
+
+def self_test() -> Iterator[Check]:
+    """Compare every operation with its reference on small random inputs, in three dtypes.
+
+    Runs on the default device. A last check for each dtype asks that a block's tape, replayed, gives
+    bit for bit the states of single steps. Nothing is raised: an operation that fails is a `Check`
+    that did not pass.
+    """
+    for dtype in TOLERANCES:
+        sample = _Sample(dtype)
+        name = str(dtype).removeprefix("mlx.core.")
+        for operation in OPERATIONS:
+            yield _guarded(operation, name, lambda op=operation, s=sample: _compare(op, s))
+        yield _guarded("rollback", name, lambda s=sample: _rollback(s))
+
+
+class _Sample:
+    """Random inputs of every operation: B 2, T 7, Hk 2, Hv 4, Dk 64, Dv 24, C 40, K 4."""
+
+    def __init__(self, dtype: mx.Dtype) -> None:
+        self._keys = iter(mx.random.split(mx.random.key(7), 32))
+        self.inputs = 7
+        q, k = (self._normal(2, 7, 2, 64) for _ in range(2))
+        q, k = (x * mx.rsqrt((x * x).sum(-1, keepdims=True)) for x in (q, k))
+        v = self._normal(2, 7, 4, 24)
+        self.q, self.k, self.v = (x.astype(dtype) for x in (q, k, v))
+        self.a, self.b = (self._normal(2, 7, 4).astype(dtype) for _ in range(2))
+        self.A_log, self.dt_bias = self._normal(4), self._normal(4)
+        self.g, self.beta = reference.gated_delta_gates(self.a, self.b, self.A_log, self.dt_bias)
+        self.state = self._normal(2, 4, 24, 64)
+        self.tape = Tape(self.g, self.k, self._normal(2, 7, 4, 24))
+        self.keep = mx.array([2, 5], dtype=mx.int32)
+        self.x = self._normal(2, 7, 40).astype(dtype)
+        self.window = self._normal(2, 3, 40).astype(dtype)
+        self.weight = self._normal(40, 4).astype(dtype)
+        self.cache = self._normal(2, 3, 16, 32).astype(dtype)
+        self.new = self._normal(2, 3, 7, 32).astype(dtype)
+        self.lengths = mx.array([9, 4], dtype=mx.int32)
+
+    def _normal(self, *shape: int) -> mx.array:
+        return mx.random.normal(shape, key=next(self._keys))
+
+    @property
+    def recurrence(self) -> tuple[mx.array, ...]:
+        return self.q, self.k, self.v, self.g, self.beta
+
+
+def _verify(m: Any, s: _Sample) -> tuple[mx.array, ...]:
+    y, tape, checkpoint = m.gated_delta_verify(*s.recurrence, s.state, s.tape, s.keep)
+    return y, tape.delta, checkpoint
+
+
+_CALLS: dict[str, Callable[[Any, _Sample], Sequence[mx.array]]] = {
+    "causal_conv1d_verify": lambda m, s: [m.causal_conv1d_verify(s.x, s.weight, s.window)],
+    "conv_window": lambda m, s: [m.conv_window(s.window, s.x, s.keep)],
+    "gated_delta_gates": lambda m, s: m.gated_delta_gates(s.a, s.b, s.A_log, s.dt_bias),
+    "gated_delta_replay": lambda m, s: [m.gated_delta_replay(s.state, s.tape, s.keep)],
+    "gated_delta_step": lambda m, s: m.gated_delta_step(*s.recurrence, s.state),
+    "gated_delta_verify": _verify,
+    "kv_write": lambda m, s: [m.kv_write(s.cache, s.new, s.lengths)],
+}
+"""One call of each operation, for `ops` and `reference` alike."""
+
+
+def _compare(operation: str, sample: _Sample) -> tuple[float, float]:
+    """The error and the tolerance of the result that comes nearest to failing."""
+    call = _CALLS[operation]
+    pairs = zip(call(ops, sample), call(reference, sample), strict=True)
+    found = []
+    for got, expected in pairs:
+        tolerance = 0.0 if operation in _MOVES else TOLERANCES[expected.dtype]
+        found.append((_error(got, expected), tolerance))
+    return max(found, key=lambda pair: pair[0] / (pair[1] or 1e-30))
+
+
+def _rollback(sample: _Sample) -> tuple[float, float]:
+    """A tape replayed to each length against the states, and outputs, of single steps."""
+    state, worst = sample.state, 0.0
+    block, tape, _ = ops.gated_delta_verify(*sample.recurrence, state)
+    for count in range(sample.inputs + 1):
+        worst = max(worst, _error(ops.gated_delta_replay(sample.state, tape, [count] * 2), state))
+        if count < sample.inputs:
+            at = slice(count, count + 1)
+            y, state = ops.gated_delta_step(*(x[:, at] for x in sample.recurrence), state)
+            worst = max(worst, _error(block[:, at], y))
+    return worst, 0.0
+
+
+def _error(got: mx.array, expected: mx.array) -> float:
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        raise ValueError(
+            f"expected {expected.shape} {expected.dtype} but got {got.shape} {got.dtype}"
+        )
+    got, expected = got.astype(mx.float32), expected.astype(mx.float32)
+    if not mx.all(mx.isfinite(got)).item():
+        raise ValueError("the result is not finite")
+    return float((mx.abs(got - expected).max() / mx.abs(expected).max()).item())
+
+
+def _guarded(operation: str, dtype: str, run: Callable[[], tuple[float, float]]) -> Check:
+    try:
+        error, tolerance = run()
+    except Exception as problem:  # a kernel that does not compile raises whatever its compiler does
+        lines = str(problem).strip().splitlines() or [type(problem).__name__]
+        return Check(operation, dtype, None, 0.0, lines[0])
+    return Check(operation, dtype, error, tolerance)
+
+
+def _mapped_files() -> list[str]:
+    """Files mapped into this process, on Linux; none where there is no /proc."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return []
+    lines = maps.read_text(encoding="utf-8", errors="replace").splitlines()
+    fields = (line.split(maxsplit=5) for line in lines)
+    return [parts[5].removesuffix(" (deleted)") for parts in fields if len(parts) == 6]
+
+
+def _dyld_images() -> list[str]:
+    """Images that dyld has loaded into this process, on macOS."""
+    dyld = ctypes.CDLL(None)
+    dyld._dyld_image_count.restype = ctypes.c_uint32
+    dyld._dyld_get_image_name.restype = ctypes.c_char_p
+    dyld._dyld_get_image_name.argtypes = [ctypes.c_uint32]
+    names = (dyld._dyld_get_image_name(at) for at in range(dyld._dyld_image_count()))
+    return [os.fsdecode(name) for name in names if name]
