@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
 from dflash_native.drafters import DFlashConfig, DFlashDrafter, DFlashModel, tensor_shapes
+from dflash_native.targets import Target
+from mlx_lm.models import qwen3
 
 HIDDEN, VOCAB, BLOCK, WINDOW, LAYERS = 32, 97, 6, 9, 3
 YARN = {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}
@@ -24,6 +27,7 @@ DFLASH2 = {
     "selector_top_k": 5,
 }
 MIXED = {"layer_types": [SLIDING, FULL, SLIDING], "sliding_window": WINDOW}
+TAPS = (2, 0, 3)
 SLIDES = {"layer_types": [SLIDING] * LAYERS, "sliding_window": WINDOW}
 VARIANTS = {
     "full": {},
@@ -86,9 +90,13 @@ def random_weights(config: DFlashConfig, seed: int = 0) -> dict[str, mx.array]:
     keys = mx.random.split(mx.random.key(seed), 200)
     weights = {}
     for key, (name, shape) in zip(keys, tensor_shapes(config).items(), strict=False):
-        value = mx.random.normal(shape, key=key)
-        scale, shift = (0.2, 1.0) if "norm" in name else (1.5 * shape[-1] ** -0.5, 0.0)
-        weights[name] = value * scale + shift
+        scale, shift = 1.5 * shape[-1] ** -0.5, 0.0
+        if len(shape) == 1:
+            # Sharp attention: the rows of a block, mask tokens all, then differ by their position.
+            scale, shift = 0.2, 2.5 if "q_norm" in name or "k_norm" in name else 1.0
+        elif "_conv" in name:
+            scale, shift = scale / 2, 0.5 * ("base_kernel" in name)
+        weights[name] = mx.random.normal(shape, key=key) * scale + shift
     return weights
 
 
@@ -110,6 +118,51 @@ def drafter_of(raw: dict, weights: dict[str, mx.array] | None = None) -> DFlashD
     model = DFlashModel(config)
     model.load_weights(list((weights or random_weights(config)).items()))
     return DFlashDrafter(config, model)
+
+
+@cache
+def tiny_target() -> Target:
+    """A real mlx-lm qwen3 model of four layers."""
+    mx.random.seed(3)
+    args = {
+        "model_type": "qwen3",
+        "hidden_size": HIDDEN,
+        "num_hidden_layers": 4,
+        "intermediate_size": 48,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rms_norm_eps": 1e-6,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 64,
+        "rope_theta": 1e4,
+        "tie_word_embeddings": True,
+    }
+    return Target(qwen3.Model(qwen3.ModelArgs.from_dict(args)))
+
+
+def taps_of(target, ids, layers=TAPS):
+    return target.forward(ids, target.make_cache(), commit=True, tap_layers=layers)[1]
+
+
+def begin(raw, target, weights=None):
+    return drafter_of(raw, weights).begin(target)
+
+
+def block_of(session, anchor, start):
+    """Normed hidden rows 1 … B-1."""
+    return session.model.norm(session.hidden(anchor, start)[:, 1:])
+
+
+def one_block(raw, target, weights=None, prompt=20):
+    """The first block after a prompt that is longer than the window."""
+    session = begin(raw, target, weights)
+    session.extend(taps_of(target, tokens(prompt)), 0)
+    return block_of(session, tokens(1, 9), prompt)
+
+
+def gap(a, b):
+    return mx.abs(a.astype(mx.float32) - b.astype(mx.float32)).max().item()
 
 
 def oracle_frequencies(raw: dict) -> tuple[mx.array, float]:

@@ -2,11 +2,75 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 import mlx.core  # noqa: F401  (first: the extension needs libmlx loaded)
 
 from . import _native, ops, reference
 from .tape import Tape
 
+if TYPE_CHECKING:
+    from .cache import Cache
+    from .drafters import DFlashDrafter, Drafter, DraftSession
+    from .generate import GenerationResponse, generate, stream_generate
+    from .hub import load, load_demo, load_drafter
+    from .session import Round, Session, Stats
+    from .targets import Target
+
+    __build__: dict[str, Any]
+
 __version__ = "0.1.0"
 
-__all__ = ["Tape", "ops", "reference"]
+_HOMES = {
+    "Cache": "cache",
+    "DFlashDrafter": "drafters",
+    "DraftSession": "drafters",
+    "Drafter": "drafters",
+    "GenerationResponse": "generate",
+    "Round": "session",
+    "Session": "session",
+    "Stats": "session",
+    "Target": "targets",
+    "generate": "generate",
+    "load": "hub",
+    "load_demo": "hub",
+    "load_drafter": "hub",
+    "stream_generate": "generate",
+}
+"""Names that are imported when they are first used: whoever wants `ops` need not load mlx-lm."""
+
+__all__ = [
+    "Cache",
+    "DFlashDrafter",
+    "DraftSession",
+    "Drafter",
+    "GenerationResponse",
+    "Round",
+    "Session",
+    "Stats",
+    "Tape",
+    "Target",
+    "generate",
+    "load",
+    "load_demo",
+    "load_drafter",
+    "ops",
+    "reference",
+    "stream_generate",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__build__":
+        value: Any = importlib.import_module(".doctor", __name__).build_info()
+    elif name in _HOMES:
+        value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    else:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, "__build__"})

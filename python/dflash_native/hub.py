@@ -33,6 +33,7 @@ KNOWN_PAIRS = {
 _DTYPES = (mx.float32, mx.bfloat16, mx.float16)
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _QUANTISATION = re.compile(r"-(\d+bit|bf16|fp16|mxfp\d|nvfp4)$", re.IGNORECASE)
+_TOKENIZER_FILES = ("tokenizer.json", "tekken.json", "vocab.*", "*.model", "*.tiktoken")
 _MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
 
 
@@ -92,8 +93,8 @@ def load_demo(
     for any other dtype.
     """
     model, tokenizer = load(demo.TARGET, dtype)
-    drafter = load_drafter(demo.DRAFT, mx.float32 if dtype == mx.float16 else dtype)
-    return model, tokenizer, drafter
+    is_fp16 = dtype is not None and dtype == mx.float16
+    return model, tokenizer, load_drafter(demo.DRAFT, mx.float32 if is_fp16 else dtype)
 
 
 def check_tokenizer(target: HasVocabulary, tokenizer: Any) -> None:
@@ -189,10 +190,12 @@ def _check_weights(folder: Path) -> None:
 def _load_tokenizer(folder: Path, eos_token_ids: Any) -> TokenizerWrapper:
     """mlx-lm's tokenizer, cutting text as `tokenizer.json` says where the checkpoint wants that.
 
-    For some model types (qwen3_5 is one) transformers 5 takes the vocabulary alone from the file and
-    cuts by its own rule, even if `tokenizer_class` asks for the plain class. A configuration without
-    a model type makes it keep to the file.
+    For some model types (qwen3_5 is one) transformers 5 takes only the vocabulary from the file and
+    cuts by a rule of its own, even if `tokenizer_class` asks for the plain class. Given a
+    configuration without a model type it keeps to the file.
     """
+    if not any(any(folder.glob(pattern)) for pattern in _TOKENIZER_FILES):
+        raise FileNotFoundError(f"[load] expected a tokenizer in {folder} but there is none")
     extra = {}
     path = folder / "tokenizer_config.json"
     try:
@@ -203,8 +206,7 @@ def _load_tokenizer(folder: Path, eos_token_ids: Any) -> TokenizerWrapper:
         return load_tokenizer(folder, extra, eos_token_ids=eos_token_ids)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"[load] transformers finds no tokenizer that it can read in {folder}: "
-            f"{_first_line(error)}"
+            f"[load] transformers cannot read the tokenizer in {folder}: {_first_line(error)}"
         ) from error
 
 

@@ -291,7 +291,7 @@ class Session:
                 agreed = mx.cumprod((choice[:, :-1] == drafts).astype(mx.int32), axis=1)
                 read = mx.concatenate([agreed.sum(axis=1), drafts[0], choice[0]])
         except BaseException:
-            self._abandon()
+            self._take_back()
             raise
         drafted = 0 if drafts is None else count
         return _Verify(position, drafted, read, choice, logits, taps)
@@ -325,6 +325,9 @@ class Session:
     def _abandon(self) -> None:
         """Drop what is in flight; none of its inputs is kept."""
         self._in_flight.clear()
+        self._take_back()
+
+    def _take_back(self) -> None:
         if self._cache.uncommitted is not None:
             self._cache.commit([0])
 

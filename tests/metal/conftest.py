@@ -6,12 +6,12 @@ import os
 
 import pytest
 
-from .tools import missing
+from .tools import missing, missing_python
 
 
 @pytest.fixture(autouse=True, scope="session")
 def compilers() -> None:
-    packages = missing()
+    packages = missing() + missing_python()
     if packages:
         reason = f"{' '.join(packages)} missing: run `python -m tests.metal setup`"
         if os.environ.get("CI") == "true":

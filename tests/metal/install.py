@@ -1,4 +1,4 @@
-"""`python -m tests.metal setup`: the compilers by apt, the emulator built. Safe to repeat."""
+"""`python -m tests.metal setup`: compilers by apt, build tools by pip. Safe to repeat."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import sys
 import sysconfig
 from pathlib import Path
 
-from .tools import CACHE, BenchError, emulator_objects, missing, run
+from .tools import CACHE, BenchError, emulator_objects, missing, missing_python, run
 
 
 def setup() -> None:
     """Install what is missing; raises BenchError with the command to run if that needs root.
 
-    Python packages (mlx, nanobind, numpy) are those of the interpreter that runs this.
+    Python packages go to, and mlx and numpy come from, the environment that runs this.
     """
     packages = missing()
     if packages:
@@ -26,6 +26,10 @@ def setup() -> None:
         run(*command)
     if missing():
         raise BenchError(f"still missing after the installation: {' '.join(missing())}")
+    requirements = missing_python()
+    if requirements:
+        print(f"installing {' '.join(requirements)}", flush=True)
+        run(sys.executable, "-m", "pip", "install", "--quiet", *requirements)
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         raise BenchError(f"{sys.executable} has no headers: install its development package")
     emulator_objects()

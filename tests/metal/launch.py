@@ -20,6 +20,7 @@ from .tools import SHADERS
 
 KINDS = ("float", "half", "bfloat")
 NUMPY = {"float": np.float32, "half": np.float16, "bfloat": np.uint16}
+KIND_OF = {np.dtype(dtype): kind for kind, dtype in NUMPY.items()}
 
 
 def encode(x: np.ndarray, kind: str) -> np.ndarray:
@@ -99,7 +100,7 @@ def gated_delta(
     batch, value_heads, value_dim, key_dim = state.shape
     example = inputs or tape
     assert example is not None
-    kind = {np.dtype(v): k for k, v in NUMPY.items()}[example.k.dtype]
+    kind = KIND_OF[example.k.dtype]
     decay = "vector" if example.g.ndim == 4 else "scalar"
     given = inputs.k.shape[1] if inputs else 0
     taped = tape.k.shape[1] if tape else 0
@@ -154,7 +155,7 @@ def gates(
     contract: str = "on",
 ) -> tuple[np.ndarray, np.ndarray]:
     """gated_delta_gates: g and beta, fp32."""
-    kind = {np.dtype(v): k for k, v in NUMPY.items()}[a.dtype]
+    kind = KIND_OF[a.dtype]
     g, beta = np.zeros(a.shape, np.float32), np.zeros(a.shape, np.float32)
     shader("gated_delta_gates", contract=contract).run(
         f"gated_delta_gates_{kind}",
@@ -174,7 +175,7 @@ def causal_conv1d(
     contract: str = "on",
 ) -> np.ndarray:
     """causal_conv1d_verify."""
-    kind = {np.dtype(v): k for k, v in NUMPY.items()}[x.dtype]
+    kind = KIND_OF[x.dtype]
     out = np.zeros_like(x)
     batch, given, channels = x.shape
     sizes = [np.int32(n) for n in (given, channels, window.shape[1] + 1)]
@@ -192,7 +193,7 @@ def conv_window(
     window: np.ndarray, x: np.ndarray, keep: Sequence[int], schedule: int = 0
 ) -> np.ndarray:
     """The window after keep[b] of the inputs x."""
-    kind = {np.dtype(v): k for k, v in NUMPY.items()}[x.dtype]
+    kind = KIND_OF[x.dtype]
     out = np.zeros_like(window)
     batch, given, channels = x.shape
     sizes = [np.int32(n) for n in (given, channels, window.shape[1] + 1)]
@@ -210,7 +211,7 @@ def kv_write(
     cache: np.ndarray, rows: np.ndarray, lengths: Sequence[int], schedule: int = 0
 ) -> np.ndarray:
     """The cache with new rows at lengths[b], after the copy that a shared cache goes through."""
-    kind = {np.dtype(v): k for k, v in NUMPY.items()}[cache.dtype]
+    kind = KIND_OF[cache.dtype]
     batch, heads, capacity, dim = cache.shape
     given = rows.shape[2]
     out = np.zeros_like(cache)

@@ -322,7 +322,9 @@ def examine(
         try:
             text = frontend.preprocess(source, include, defines, version)
         except BenchError as error:
-            found = _diagnostics(str(error)) or [f"{source}:1: {error}"]
+            found = _diagnostics(str(error))
+            if not found:
+                raise
         else:
             files |= {f for f in re.findall(r'^# \d+ "([^"<]+)"', text, re.M) if Path(f).is_file()}
             text += frontend.instances_text(instantiate or {})

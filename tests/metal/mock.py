@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -12,16 +13,7 @@ import sysconfig
 from pathlib import Path
 from types import ModuleType
 
-from .tools import BENCH, CACHE, CLANGXX, LLVM, ROOT, BenchError, cached, locked, run
-
-
-def _program(name: str) -> str:
-    """The path of a program that is a Python package too; this Python's environment comes first."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    found = shutil.which(name, path=path)
-    if not found:
-        raise BenchError(f"{name} is missing: {sys.executable} -m pip install cmake ninja")
-    return found
+from .tools import BENCH, CACHE, CLANGXX, LLVM, ROOT, cached, locked, python_program, run
 
 
 def _sources_hash() -> str:
@@ -42,7 +34,8 @@ def build() -> Path:
     changed since the last call are compiled.
     """
     name = f"_ext{sysconfig.get_config_var('EXT_SUFFIX')}"
-    place = hashlib.sha256(f"{ROOT}\n{sys.executable}".encode()).hexdigest()[:8]
+    versions = [importlib.metadata.version(package) for package in ("mlx", "nanobind")]
+    place = hashlib.sha256(repr((ROOT, sys.executable, versions)).encode()).hexdigest()[:8]
 
     def make(folder: Path) -> None:
         work = CACHE / f"mock-build-{place}"
@@ -51,12 +44,12 @@ def build() -> Path:
             "CMAKE_CXX_COMPILER": CLANGXX,
             "CMAKE_CXX_FLAGS": "-w",
             "CMAKE_CXX_FLAGS_DEBUG": "-O0",
-            "CMAKE_MAKE_PROGRAM": _program("ninja"),
+            "CMAKE_MAKE_PROGRAM": python_program("ninja"),
             "CMAKE_MODULE_LINKER_FLAGS": f"--ld-path=ld.lld-{LLVM}",
             "CMAKE_PROJECT_INCLUDE": BENCH / "mock" / "mock.cmake",
             "Python_EXECUTABLE": sys.executable,
         }
-        cmake = _program("cmake")
+        cmake = python_program("cmake")
         with locked(work.name):
             defines = [f"-D{key}={value}" for key, value in options.items()]
             run(cmake, "-S", ROOT, "-B", work, "-G", "Ninja", *defines)

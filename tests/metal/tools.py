@@ -6,10 +6,13 @@ import contextlib
 import fcntl
 import functools
 import hashlib
+import importlib.util
 import os
 import shutil
 import subprocess
+import sysconfig
 import tempfile
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,6 +37,20 @@ def missing() -> list[str]:
     return [package for program, package in PACKAGES.items() if not shutil.which(program)]
 
 
+def python_program(name: str) -> Path:
+    """Where the Python package of that name puts its program, in this environment."""
+    return Path(sysconfig.get_path("scripts"), name)
+
+
+def missing_python() -> list[str]:
+    """What the mock device is built with and this Python environment lacks, as requirements."""
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
+    found = [name for name in ("cmake", "ninja") if not python_program(name).exists()]
+    if not importlib.util.find_spec("nanobind"):
+        found += [requirement for requirement in build if requirement.startswith("nanobind")]
+    return found
+
+
 def run(*command: str | Path) -> str:
     """Run a tool and return what it printed; BenchError with its complaint if it fails."""
     words = [str(word) for word in command]
@@ -42,7 +59,7 @@ def run(*command: str | Path) -> str:
     except FileNotFoundError:
         raise BenchError(f"{words[0]} is missing: run `python -m tests.metal setup`") from None
     if done.returncode:
-        raise BenchError(f"{' '.join(words)[:300]}\nfailed:\n{done.stderr[-4000:]}")
+        raise BenchError(f"{' '.join(words)[:300]}\nfailed:\n{(done.stdout + done.stderr)[-4000:]}")
     return done.stdout
 
 

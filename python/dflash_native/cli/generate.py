@@ -118,9 +118,11 @@ class _Result:
         if last is None or last.stats is None:
             console.print("interrupted before the first token")
             return
+        # The last token of a prompt belongs to the first round, so one token has no speed.
+        speed = f" at {last.prompt_tps:.1f} tok/s" if last.prompt_tokens > 1 else ""
         console.print(
-            f"{last.generation_tokens} tokens at {last.generation_tps:.1f} tok/s ({self.reason}), "
-            f"after a prompt of {last.prompt_tokens} at {last.prompt_tps:.1f} tok/s",
+            f"{_count(last.generation_tokens, 'token')} at {last.generation_tps:.1f} tok/s "
+            f"({self.reason}), after a prompt of {_count(last.prompt_tokens, 'token')}{speed}",
             soft_wrap=True,
         )
         if plain:
@@ -130,10 +132,14 @@ class _Result:
         else:
             stats = last.stats
             console.print(
-                f"{stats.rounds} rounds, {stats.tokens_per_round:.2f} tokens a round, "
+                f"{_count(stats.rounds, 'round')}, {stats.tokens_per_round:.2f} tokens a round, "
                 f"{stats.accepted} of {stats.drafted} drafts accepted",
                 soft_wrap=True,
             )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _check_options(

@@ -47,7 +47,7 @@ def named_pair(
         if draft is not None:  # the small one first: a wrong path shows at once
             status.update(f"loading {draft}")
             # A draft's residuals overflow fp16: it runs in fp32 beside such a target.
-            drafter = hub.load_drafter(draft, mx.float32 if wanted == mx.float16 else wanted)
+            drafter = hub.load_drafter(draft, mx.float32 if dtype == "float16" else wanted)
         status.update(f"loading {model}")
         weights, tokenizer = hub.load(model, wanted)
         target = Target(weights)

@@ -1,6 +1,6 @@
 // Members of MLX's metal::Device and metal::CommandEncoder (the real classes of device.h) on the
-// emulator: get_library compiles the shader with the bench, dispatch_* runs it at
-// once on the arrays' memory. DFLASH_METAL_SCHEDULE is 0, 1 or 2.
+// emulator: get_library compiles the shader with the bench, dispatch_* runs it at once on the
+// arrays' memory. DFLASH_METAL_SCHEDULE is 0, 1 or 2.
 #include <dlfcn.h>
 #include <unistd.h>
 

@@ -1,0 +1,258 @@
+"""`generate` and `stream_generate`: mlx-lm's shape, and the end of a text at any place in a block."""
+
+from __future__ import annotations
+
+import inspect
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.tokenizer_utils import TokenizerWrapper, load
+from scripted import ScriptedDrafter
+from test_session import compare_model
+from test_targets import make_model
+
+import dflash_native
+from dflash_native import demo
+from dflash_native.generate import REFUSED, generate, stream_generate
+from dflash_native.session import Session
+from dflash_native.targets import Target
+
+PROMPT = [5, 1200, 77, 3010, 42]
+
+
+@pytest.fixture(scope="module")
+def model():
+    mx.set_default_device(mx.cpu)
+    return make_model("qwen3_5", vocab_size=8192)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load(demo.TARGET)
+
+
+@pytest.fixture(scope="module")
+def answer(model, tokenizer):
+    """Prompt and 80 tokens of plain decoding; none of them ends the text."""
+    session = Session(Target(model))
+    session.prefill(PROMPT)
+    while len(session.tokens) < len(PROMPT) + 80:
+        session.round()
+    assert not set(session.tokens[len(PROMPT) :]) & set(tokenizer.eos_token_ids)
+    return session.tokens[: len(PROMPT) + 80]
+
+
+def with_eos(tokenizer, *ids):
+    """The tokenizer, with other end tokens."""
+    return TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=list(ids))
+
+
+def first_seen(answer, at):
+    """The first index from `at` on whose token did not come before."""
+    new = answer[len(PROMPT) :]
+    return next(i for i in range(at, len(new)) if new[i] not in new[:i])
+
+
+def test_the_same_tokens_and_fields_as_mlx_lm(model, tokenizer):
+    theirs = list(mlx_lm.stream_generate(model, tokenizer, PROMPT, max_tokens=24))
+    ours = list(stream_generate(model, tokenizer, PROMPT, max_tokens=24))
+    assert [r.token for r in ours] == [r.token for r in theirs]
+    assert "".join(r.text for r in ours) == "".join(r.text for r in theirs)
+    assert [r.finish_reason for r in ours] == [r.finish_reason for r in theirs]
+    fields = set(vars(theirs[0]))
+    assert fields <= set(vars(ours[0]))
+    for a, b in zip(ours, theirs, strict=True):
+        assert (a.generation_tokens, a.prompt_tokens) == (b.generation_tokens, b.prompt_tokens)
+        assert mx.abs(a.logprobs - b.logprobs.astype(mx.float32)).max() < 1e-3
+        assert mx.argmax(a.logprobs).item() == a.token
+    theirs = inspect.signature(mlx_lm.stream_generate).parameters
+    assert list(inspect.signature(stream_generate).parameters)[:4] == list(theirs)[:4]
+
+
+def test_speculation_marks_what_came_from_the_draft(model, tokenizer, answer):
+    drafter = ScriptedDrafter(answer, spoil=0.25, seed=4)
+    responses = list(stream_generate(model, tokenizer, PROMPT, 60, drafter))
+    assert [r.token for r in responses] == answer[5:65]
+    stats = responses[-1].stats
+    assert responses[-1].round == stats.rounds > 4 and stats.tokens == 60
+    for r in responses:
+        assert r.from_draft == (r.position < r.accepted) and r.accepted <= r.drafted <= 15
+    assert 0 < sum(r.from_draft for r in responses) < 60
+    assert responses[-1].finish_reason == "length"
+
+
+@pytest.mark.parametrize("budget", range(1, 20))
+def test_the_budget_is_met_exactly(model, tokenizer, answer, budget):
+    for drafter in (None, ScriptedDrafter(answer, spoil=0.1, seed=budget)):
+        responses = list(stream_generate(model, tokenizer, PROMPT, budget, drafter))
+        assert [r.token for r in responses] == answer[5 : 5 + budget]
+        assert [r.finish_reason for r in responses] == [None] * (budget - 1) + ["length"]
+
+
+@pytest.mark.parametrize("place", range(0, 34, 3))
+def test_an_end_token_at_any_place_in_a_block(model, tokenizer, answer, place):
+    """It is the last token and pending, has no text, and everything ends just before it (C3)."""
+    place = first_seen(answer, place)
+    eos = with_eos(tokenizer, answer[5 + place])
+    for drafter in (None, ScriptedDrafter(answer, spoil=0.05, seed=place)):
+        session = Session(Target(model), drafter)
+        responses = list(stream_generate(model, eos, PROMPT, 60, session=session))
+        assert [r.token for r in responses] == answer[5 : 6 + place]
+        assert responses[-1].finish_reason == "stop"
+        assert session.tokens == answer[: 6 + place]
+        if place % 2 == 0:
+            compare_model(session)
+
+
+def test_every_end_token_that_the_tokenizer_knows_counts(model, tokenizer, answer):
+    early, late = first_seen(answer, 4), first_seen(answer, 9)
+    eos = with_eos(tokenizer, answer[5 + late], answer[5 + early])
+    drafter = ScriptedDrafter(answer, spoil=0.0)
+    assert len(list(stream_generate(model, eos, PROMPT, 60, drafter))) == early + 1
+
+
+def test_a_stop_string_across_tokens_and_blocks(model, tokenizer, answer):
+    whole = generate(model, tokenizer, PROMPT, max_tokens=60)
+    for at in (3, 14, 40):
+        stop = whole[at : at + 9]
+        shown = whole[: whole.find(stop)]
+        for drafter in (None, ScriptedDrafter(answer, spoil=0.1, seed=at)):
+            session = Session(Target(model), drafter)
+            responses = list(
+                stream_generate(model, tokenizer, PROMPT, 60, session=session, stop=stop)
+            )
+            assert "".join(r.text for r in responses) == shown
+            assert responses[-1].finish_reason == "stop"
+            assert session.tokens == answer[: 5 + len(responses)]
+            compare_model(session)
+
+
+@pytest.mark.parametrize("count", [1, 2, 7, 16, 17, 18])
+def test_a_consumer_that_leaves_gets_what_it_was_given(model, tokenizer, answer, count):
+    """close(), and an exception in the consumer: the session ends at the last delivered token."""
+    for drafter in (None, ScriptedDrafter(answer, spoil=0.02, seed=count)):
+        for thrown in (None, RuntimeError("consumer")):
+            session = Session(Target(model), drafter)
+            stream = stream_generate(model, tokenizer, PROMPT, 60, session=session)
+            taken = [next(stream).token for _ in range(count)]
+            if thrown is None:
+                stream.close()
+            else:
+                with pytest.raises(RuntimeError, match="consumer"):
+                    stream.throw(thrown)
+            assert taken == answer[5 : 5 + count]
+            assert session.tokens == answer[: 5 + count]
+            compare_model(session)
+            assert session.round().tokens[0] == answer[5 + count]  # and it goes on from there
+
+
+def test_a_conversation_goes_on_in_its_session(model, tokenizer, answer):
+    drafter = ScriptedDrafter(answer, spoil=0.1)
+    session = Session(Target(model), drafter)
+    list(stream_generate(model, tokenizer, PROMPT, 10, session=session))
+    turn = [9, 8, 7]
+    second = [r.token for r in stream_generate(model, tokenizer, turn, 10, session=session)]
+    fresh = answer[:15] + turn
+    expected = [r.token for r in stream_generate(model, tokenizer, fresh, 10)]
+    assert second == expected
+    assert second != [r.token for r in stream_generate(model, tokenizer, turn, 10)]  # the control
+    session.close()
+
+
+def test_a_session_of_its_own_is_closed(model, tokenizer, monkeypatch):
+    closed = []
+    close = Session.close
+    monkeypatch.setattr(Session, "close", lambda self: (closed.append(self), close(self))[1])
+    list(stream_generate(model, tokenizer, PROMPT, 3))
+    stream = stream_generate(model, tokenizer, PROMPT, 3)
+    next(stream)
+    stream.close()
+    assert len(closed) == 2 and all(s.cache.lengths == [len(s.tokens) - 1] for s in closed)
+
+
+def test_multibyte_text_is_whole(model, tokenizer):
+    """Tokens of one emoji come one by one, also inside a block; no broken character is shown."""
+    text = "héllo 🙂 日本"
+    ids = tokenizer.encode(text)
+    monkey = Session(Target(model), ScriptedDrafter(PROMPT + ids * 4, spoil=0.0))
+    script = iter(ids)
+
+    class Fixed:
+        stats = monkey.stats
+
+        def prefill(self, tokens, progress=None):
+            pass
+
+        def round(self, limit=None):
+            token = next(script)
+            logits = mx.zeros((1, 8192))
+            return dflash_native.session.Round([token], [], 0, logits)
+
+        def rewind(self, count):
+            pass
+
+    shown = [r.text for r in stream_generate(model, tokenizer, PROMPT, len(ids), session=Fixed())]
+    assert "".join(shown) == text and not any("�" in piece for piece in shown)
+
+
+def test_prompts_as_text_ids_and_arrays(model, tokenizer):
+    text = "def main():\n"
+    ids = tokenizer.encode(text)
+    first = generate(model, tokenizer, text, max_tokens=6)
+    assert first == generate(model, tokenizer, ids, max_tokens=6)
+    assert first == generate(model, tokenizer, mx.array(ids), max_tokens=6)
+
+
+def test_mlx_lms_arguments_work_or_are_refused_by_name(model, tokenizer, answer):
+    drafter = ScriptedDrafter(answer, spoil=0.0)
+    calls = []
+    tokens = [
+        r.token
+        for r in stream_generate(
+            model,
+            tokenizer,
+            PROMPT,
+            6,
+            draft_model=drafter,
+            num_draft_tokens=2,
+            prefill_step_size=2,
+            prompt_progress_callback=lambda *done: calls.append(done),
+        )
+    ]
+    assert tokens == answer[5:11] and calls == [(0, 4), (2, 4), (4, 4)]
+    known = set(inspect.signature(generate_step).parameters)
+    for name in known - {"prompt", "model"} - set(inspect.signature(stream_generate).parameters):
+        assert name in REFUSED, name
+        with pytest.raises(ValueError, match=rf"\[generate\] {name} is not supported: "):
+            stream_generate(model, tokenizer, PROMPT, 6, **{name: 4})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'temperatur'"):
+        stream_generate(model, tokenizer, PROMPT, temperatur=1)
+
+
+def test_bad_arguments_are_refused_at_the_call(model, tokenizer, answer):
+    drafter = ScriptedDrafter(answer)
+    for arguments, message in [
+        (dict(prompt=""), "prompt of at least one token but got an empty one"),
+        (dict(prompt=[]), "prompt of at least one token but got an empty one"),
+        (dict(max_tokens=0), "max_tokens of at least 1"),
+        (dict(drafter=drafter, draft_model=drafter), "drafter or draft_model but got both"),
+        (dict(draft_model=model), "a dflash_native drafter but got Model"),
+        (dict(drafter=drafter, block_size=3, num_draft_tokens=2), "but got both"),
+        (dict(drafter=drafter, block_size=17), r"block_size in 1 … 16"),
+        (dict(stop=["a", ""]), "stop texts but got an empty one"),
+        (dict(session=Session(Target(model)), drafter=drafter), "bring its own drafter"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            stream_generate(model, tokenizer, **{"prompt": PROMPT, **arguments})
+    with pytest.raises(ValueError, match="is the tokenizer the target's"):
+        list(stream_generate(make_model("qwen3_5"), tokenizer, PROMPT, 3))
+
+
+def test_verbose_prints_text_and_rates(model, tokenizer, answer, capsys):
+    text = generate(
+        model, tokenizer, PROMPT, verbose=True, max_tokens=8, drafter=ScriptedDrafter(answer)
+    )
+    printed = capsys.readouterr().out
+    assert printed.startswith(text) and "tokens a round" in printed and "Prompt: 5 tokens" in printed

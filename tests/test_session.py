@@ -1,0 +1,439 @@
+"""The loop: what it emits, and that every cache belongs to one position after whatever happens (C3)."""
+
+from __future__ import annotations
+
+import random
+
+import mlx.core as mx
+import pytest
+from drafter_oracle import drafter_of, raw_config
+from inputs import same
+from scripted import ScriptedDrafter
+from test_targets import VOCAB, make_model
+
+from dflash_native import ops
+from dflash_native.cache import RecurrentCache
+from dflash_native.session import Session
+from dflash_native.targets import Target, common
+
+
+DFLASH2 = raw_config(
+    architectures=["DFlash2DraftModel"],
+    conv_kernel_size=2,
+    conv_group_size=8,
+    selector_rank=8,
+    selector_top_k=6,
+)
+
+
+@pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next", "qwen3"])
+def target(request):
+    mx.set_default_device(mx.cpu)
+    return Target(make_model(request.param))
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    mx.set_default_device(mx.cpu)
+    return Target(make_model("qwen3_5"))
+
+
+def prompt_of(length, seed=3):
+    source = random.Random(seed)
+    return [source.randrange(VOCAB) for _ in range(length)]
+
+
+def plain(target, prompt, count):
+    """Tokens of plain decoding."""
+    session = Session(target)
+    session.prefill(prompt)
+    while len(session.tokens) < len(prompt) + count:
+        session.round()
+    return session.tokens[: len(prompt) + count]
+
+
+class Recorder:
+    """Stands before `ops` and notes every GatedDeltaNet layer's inputs, kept ones only."""
+
+    def __init__(self, monkeypatch, session):
+        self.calls = []  # of one forward, in the order of the layers
+        self.on_trial = []
+        self.committed = []  # one list of layers per forward, cut to the kept inputs
+        monkeypatch.setattr(common, "ops", self)
+        commit = session._cache.commit
+        session._cache.commit = lambda keep: (self._keep(keep[0]), commit(keep))[1]
+        self.layers = [c for c in session._cache.layers if isinstance(c, RecurrentCache)]
+
+    def __getattr__(self, name):
+        return getattr(ops, name)
+
+    def causal_conv1d_verify(self, x, weight, window):
+        self.calls.append([x])
+        return ops.causal_conv1d_verify(x, weight, window)
+
+    def gated_delta_step(self, *args):
+        self.calls[-1].extend(args[:5])
+        if len(self.calls) == len(self.layers):
+            self.committed.append(self.calls)
+            self.calls = []
+        return ops.gated_delta_step(*args)
+
+    def gated_delta_verify(self, *args):
+        self.calls[-1].extend(args[:5])
+        if len(self.calls) == len(self.layers):
+            self.on_trial, self.calls = self.calls, []
+        return ops.gated_delta_verify(*args)
+
+    def _keep(self, count):
+        self.committed.append([[x[:, :count] for x in layer] for layer in self.on_trial])
+
+    def compare(self, extra=0):
+        """Rebuild every layer from its captured inputs, one at a time, and compare bit for bit."""
+        for index, layer in enumerate(self.layers):
+            parts = zip(*(call[index] for call in self.committed), strict=True)
+            x, *inputs = [mx.concatenate(part, axis=1) for part in parts]
+            state = mx.zeros_like(layer.state)
+            window = mx.zeros_like(layer.window)
+            steps = x.shape[1] - extra
+            for t in range(steps):
+                _, state = ops.gated_delta_step(*[i[:, t : t + 1] for i in inputs], state)
+                window = ops.conv_window(window, x[:, t : t + 1], [1])
+            logical = layer.state
+            if layer.tape is not None:
+                logical = ops.gated_delta_replay(layer.state, layer.tape, layer.keep)
+            assert same(logical, state)
+            assert same(layer.logical_window(), window)
+        return steps if self.layers else None
+
+
+def compare_model(session):
+    """The whole model over the committed prefix from nothing: logits and KV rows within rounding."""
+    target, cache = session.target, session.cache
+    committed = session.tokens[:-1]
+    assert cache.lengths == [len(committed)]
+    fresh = target.make_cache()
+    if committed:
+        target.forward(mx.array([committed]), fresh, commit=True)
+    after = target.make_cache()
+    target.forward(mx.array([session.tokens]), after, commit=True)
+    hidden, _ = target.forward(mx.array([[session.tokens[-1]]]), fresh, commit=False)
+    expected = target.logits(hidden)
+    before = list(cache.lengths)
+    hidden, _ = target.forward(mx.array([[session.tokens[-1]]]), cache, commit=False)
+    found = target.logits(hidden)
+    cache.commit([0])
+    assert cache.lengths == before
+    limit = 2e-4 * mx.abs(expected).max().item()
+    assert mx.abs(found - expected).max().item() < limit
+    n = len(committed)
+    for ours, theirs in zip(cache.layers, fresh.layers, strict=True):
+        if not isinstance(ours, RecurrentCache) and n:
+            for a, b in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                assert mx.abs(a[:, :, :n] - b[:, :, :n]).max() < 2e-4 * mx.abs(b).max()
+
+
+@pytest.mark.parametrize("spoil", [0.0, 0.25, 1.0], ids=["right", "mixed", "wrong"])
+@pytest.mark.parametrize("block_size", [2, 4, 16])
+def test_speculation_emits_the_tokens_of_plain_decoding(target, block_size, spoil):
+    prompt = prompt_of(9)
+    answer = plain(target, prompt, 90)
+    drafter = ScriptedDrafter(answer, spoil=spoil)
+    session = Session(target, drafter, block_size=block_size)
+    session.prefill(prompt)
+    while len(session.tokens) < len(answer) - 16:
+        round_ = session.round()
+        assert 1 <= len(round_.tokens) == round_.accepted + 1 <= block_size
+        assert len(round_.drafts) == block_size - 1
+        assert round_.tokens[:-1] == round_.drafts[: round_.accepted]
+    assert session.tokens == answer[: len(session.tokens)]
+    stats = session.stats
+    emitted = len(session.tokens) - len(prompt)
+    assert stats.tokens == emitted and stats.synchronisations == stats.rounds
+    if spoil == 0.0:
+        assert stats.tokens_per_round == block_size
+    if spoil == 1.0:
+        assert stats.accepted == 0 and stats.rounds == emitted
+    spoilt = answer[:20] + [(answer[20] + 1) % VOCAB] + answer[21:]
+    assert session.tokens != spoilt[: len(session.tokens)]  # the control
+
+
+def test_a_long_run_with_hundreds_of_rejections(hybrid):
+    """512 tokens and more than 100 rejected rounds, counted, against plain decoding."""
+    prompt = prompt_of(5)
+    answer = plain(hybrid, prompt, 530)
+    session = Session(hybrid, ScriptedDrafter(answer, spoil=0.3, seed=1))
+    session.prefill(prompt)
+    rejected = 0
+    while len(session.tokens) < 5 + 512:
+        round_ = session.round()
+        rejected += round_.accepted < len(round_.drafts)
+    assert rejected >= 100, rejected
+    assert session.tokens == answer[: len(session.tokens)]
+    assert sum(session.stats.accepted_at) == session.stats.accepted
+    assert session.stats.drafted_at[0] == session.stats.rounds
+
+
+def test_after_every_round_each_cache_is_that_of_the_committed_prefix(target, monkeypatch):
+    """C3. Rounds of random widths, some without drafts, some rewound, a chat's next turn between.
+
+    Recurrence, tape and conv bit for bit from captured layer inputs; the model within rounding.
+    """
+    prompt = prompt_of(12)
+    answer = plain(target, prompt, 200)
+    session = Session(target, ScriptedDrafter(answer, spoil=0.2, seed=5), prefill_step_size=5)
+    recorder = Recorder(monkeypatch, session)
+    session.prefill(prompt)
+    recorder.compare()
+    source = random.Random(0)
+    for number in range(30):
+        round_ = session.round(limit=source.choice([1, 1, 2, 5, 16]))
+        if source.random() < 0.3:
+            session.rewind(source.randint(1, len(round_.tokens)))
+        if number % 3 == 0:
+            assert session.cache.lengths == [len(session.tokens) - 1]
+            steps = recorder.compare()
+            assert steps in (None, len(session.tokens) - 1)
+        if number % 10 == 0:
+            monkeypatch.setattr(common, "ops", ops)
+            compare_model(session)
+            monkeypatch.setattr(common, "ops", recorder)
+        if number == 15:
+            session.prefill(prompt_of(7, seed=8))
+    assert session.tokens[:12] == prompt
+    if session.cache and recorder.layers:
+        with pytest.raises(AssertionError):
+            recorder.compare(extra=1)  # the control: one input less
+
+
+@pytest.mark.parametrize("length", [*range(1, 41)])
+def test_every_prompt_length_around_the_block(hybrid, length):
+    """A prompt of K + 1 tokens must not be taken for a verify; a prompt of one has no prefill."""
+    prompt = prompt_of(length, seed=length)
+    answer = plain(hybrid, prompt, 26)
+    with Session(hybrid, ScriptedDrafter(answer, spoil=0.2, seed=length)) as session:
+        session.prefill(prompt)
+        while len(session.tokens) < length + 10:
+            session.round()
+        assert session.tokens == answer[: len(session.tokens)]
+        assert session.cache.lengths == [len(session.tokens) - 1]
+
+
+@pytest.mark.parametrize("step", [1, 3, 16, 2048])
+def test_prefill_in_chunks_of_any_size(hybrid, step):
+    prompt = prompt_of(33)
+    answer = plain(hybrid, prompt, 30)
+    calls = []
+    session = Session(hybrid, ScriptedDrafter(answer, spoil=0.2), prefill_step_size=step)
+    session.prefill(prompt, progress=lambda *done: calls.append(done))
+    assert calls[0] == (0, 32) and calls[-1] == (32, 32)
+    assert [b[0] - a[0] for a, b in zip(calls, calls[1:], strict=False)][:-1] == [step] * (
+        len(calls) - 2
+    )
+    assert session.tokens == prompt and session.pending == prompt[-1]
+    session.round()
+    assert session.tokens == answer[: len(session.tokens)]
+
+
+def test_the_draft_gets_the_taps_of_committed_positions_only(hybrid):
+    """In order, each once, equal to those of a forward over the committed prefix."""
+    prompt = prompt_of(11)
+    answer = plain(hybrid, prompt, 60)
+    session = Session(hybrid, ScriptedDrafter(answer, spoil=0.3, seed=2), prefill_step_size=4)
+    session.prefill(prompt)
+    for _ in range(8):
+        session.round()
+    assert session.cache  # settles: the last round's taps are fed
+    taps = mx.concatenate(session._draft.taps, axis=1)
+    assert session._draft.next == len(session.tokens) - 1 == taps.shape[1]
+    _, expected = hybrid.forward(
+        mx.array([session.tokens[:-1]]), hybrid.make_cache(), commit=True, tap_layers=(0, 2)
+    )
+    assert mx.abs(taps - expected).max() < 1e-3 * mx.abs(expected).max()
+    shifted = mx.abs(taps[:, 1:] - expected[:, :-1]).max()
+    assert shifted > 0.1 * mx.abs(expected).max()  # the control
+
+
+@pytest.mark.parametrize("window", [1, 6, 100])
+def test_only_the_rows_of_the_drafts_window_are_kept_of_a_prompt(hybrid, window):
+    prompt = prompt_of(30)
+    drafter = ScriptedDrafter(plain(hybrid, prompt, 20), context=window)
+    session = Session(hybrid, drafter, prefill_step_size=8)
+    session.prefill(prompt)
+    assert sum(t.shape[1] for t in session._draft.taps) == min(window, 29)
+    assert session._draft.next == 29
+    assert len(session.round().tokens) >= 1
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        raw_config(),
+        DFLASH2,
+        raw_config(
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            sliding_window=9,
+        ),
+    ],
+    ids=["dflash", "dflash2", "sliding"],
+)
+def test_a_real_drafter_of_either_kind_does_not_change_the_tokens(raw):
+    mx.set_default_device(mx.cpu)
+    target = Target(make_model("qwen3_5", hidden_size=raw["hidden_size"], vocab_size=raw["vocab_size"]))
+    drafter = drafter_of(raw)
+    prompt = [token % raw["vocab_size"] for token in prompt_of(40)]
+    answer = plain(target, prompt, 60)
+    session = Session(target, drafter)
+    session.prefill(prompt)
+    while len(session.tokens) < 80:
+        session.round()
+    assert session.tokens == answer[: len(session.tokens)]
+    assert session.stats.drafted > 0
+
+
+def test_equal_logits_give_the_lowest_id(hybrid, monkeypatch):
+    """Draft, verify and plain decoding agree on ties (two exactly equal top logits do occur)."""
+    tied = mx.zeros((VOCAB,))
+    tied[mx.array([41, 17, 90])] = 5.0
+    monkeypatch.setattr(hybrid, "logits", lambda hidden: mx.broadcast_to(tied, (*hidden.shape[:2], VOCAB)))
+    assert plain(hybrid, [1, 2], 3)[2:] == [17, 17, 17]
+    session = Session(hybrid, ScriptedDrafter([1, 2] + [17] * 40, spoil=0.0))
+    session.prefill([1, 2])
+    assert session.round().tokens == [17] * 16
+    session = Session(hybrid, ScriptedDrafter([1, 2] + [41] * 40, spoil=0.0))
+    session.prefill([1, 2])
+    assert session.round().tokens == [17]
+
+
+def test_one_synchronisation_a_round(hybrid, monkeypatch):
+    """`tolist` is where the host waits; nothing else in a round evaluates, plain or speculative."""
+    prompt = prompt_of(6)
+    answer = plain(hybrid, prompt, 60)
+    waits = []
+    evaluate = mx.eval
+    monkeypatch.setattr(mx, "eval", lambda *a: (waits.append("eval"), evaluate(*a))[1])
+    monkeypatch.setattr(mx, "synchronize", lambda *a: waits.append("synchronize"))
+    read = Session._read
+    monkeypatch.setattr(
+        Session, "_read", lambda self, x: (waits.append("read"), read(self, x))[1]
+    )
+    for drafter in (None, ScriptedDrafter(answer, spoil=0.2)):
+        session = Session(hybrid, drafter)
+        session.prefill(prompt)
+        waits.clear()
+        for _ in range(5):
+            session.round()
+        assert waits == ["read"] * 5
+    session.flush()
+    assert waits != ["read"] * 5  # the control: a flush does evaluate
+
+
+def test_an_error_in_a_round_takes_the_round_back(hybrid, monkeypatch):
+    prompt = prompt_of(8)
+    answer = plain(hybrid, prompt, 60)
+    for drafter in (None, ScriptedDrafter(answer, spoil=0.2)):
+        session = Session(hybrid, drafter)
+        session.prefill(prompt)
+        session.round()
+        for fault in ("logits", "embed", "read"):
+            before = list(session.tokens)
+            with monkeypatch.context() as patch:
+                if fault == "read":
+                    patch.setattr(Session, "_read", raising(KeyboardInterrupt))
+                else:
+                    patch.setattr(Target, "forward" if fault == "embed" else fault, raising(OSError))
+                with pytest.raises((KeyboardInterrupt, OSError)):
+                    session.round()
+                    session.round()  # in plain decoding the first was queued already
+            assert session.tokens[: len(before)] == before
+            if fault == "read":
+                session.round()  # an interrupted step is finished by the next call
+            compare_model(session)
+        for _ in range(3):
+            session.round()
+        assert session.tokens == answer[: len(session.tokens)]
+        session.close()
+        assert session.cache.lengths == [len(session.tokens) - 1]
+
+
+def raising(kind):
+    def fault(*args, **kwargs):
+        raise kind("planted")
+
+    return fault
+
+
+def test_an_error_in_prefill_keeps_the_part_that_was_done(hybrid):
+    prompt = prompt_of(20)
+    answer = plain(hybrid, prompt, 20)
+
+    def interrupt(done, total):
+        if done >= 8:
+            raise KeyboardInterrupt
+
+    session = Session(hybrid, ScriptedDrafter(answer, spoil=0.2), prefill_step_size=4)
+    with pytest.raises(KeyboardInterrupt):
+        session.prefill(prompt, progress=interrupt)
+    assert session.tokens == prompt[:9]
+    compare_model(session)
+    session.prefill(prompt[9:])
+    session.round()
+    assert session.tokens == answer[: len(session.tokens)]
+
+
+def test_a_second_turn_continues_from_the_pending_token(target):
+    first, second = prompt_of(10), prompt_of(6, seed=9)
+    session = Session(target)
+    session.prefill(first)
+    for _ in range(5):
+        session.round()
+    spoken = list(session.tokens)
+    session.prefill(second)
+    assert session.tokens == spoken + second
+    compare_model(session)
+    continued = [session.round().tokens[0] for _ in range(8)]
+    assert continued == plain(target, spoken + second, 8)[-8:]
+
+
+def test_rewind_is_for_the_last_round_only(hybrid):
+    prompt = prompt_of(6)
+    answer = plain(hybrid, prompt, 60)
+    session = Session(hybrid, ScriptedDrafter(answer, spoil=0.0))
+    with pytest.raises(ValueError, match="rewind to keep 1 … 0 tokens"):
+        session.rewind(1)
+    session.prefill(prompt)
+    session.round()
+    for wrong in (0, 17, -1):
+        with pytest.raises(ValueError, match=f"1 … 16 tokens of the last round but got {wrong}"):
+            session.rewind(wrong)
+    session.rewind(9)
+    session.rewind(4)
+    assert session.tokens == answer[:10] and session.stats.tokens == 4
+    session.round(limit=1)
+    assert session.tokens == answer[:11]
+
+
+def test_bad_arguments_are_refused(hybrid):
+    with pytest.raises(ValueError, match=r"block_size in 1 … 1 \(no drafter\) but got 4"):
+        Session(hybrid, block_size=4)
+    with pytest.raises(ValueError, match=r"block_size in 1 … 16 \(the block of the drafter\)"):
+        Session(hybrid, ScriptedDrafter([]), block_size=17)
+    with pytest.raises(ValueError, match="prefill_step_size of at least 1 but got 0"):
+        Session(hybrid, prefill_step_size=0)
+    session = Session(hybrid)
+    with pytest.raises(ValueError, match="prefill before the first round"):
+        session.round()
+    with pytest.raises(ValueError, match="at least one token but got an empty prompt"):
+        session.prefill([])
+    with pytest.raises(ValueError, match=f"0 … {VOCAB - 1} .the target's vocabulary. but got 500"):
+        session.prefill([1, 500])
+    with pytest.raises(ValueError, match="expected token ids but got mlx.core.float32"):
+        session.prefill(mx.array([1.0]))
+    session.prefill(mx.array([1, 2]))
+    with pytest.raises(ValueError, match="limit of at least 1 but got 0"):
+        session.round(limit=0)
+    session.close()
+    session.close()
+    with pytest.raises(ValueError, match="the session is closed"):
+        session.round()
+    with pytest.raises(ValueError, match="the session is closed"):
+        session.prefill([1])
