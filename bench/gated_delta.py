@@ -167,7 +167,9 @@ def main() -> None:
         print()
         return
     print(" ".join(f"{key}={value}" for key, value in head.items()))
-    print(f"{'operation':30} {'T':>3} {'ms':>8} {'(10..90 %)':>18} {'one call':>9} {'MB':>6} {'GB/s':>7}")
+    print(
+        f"{'operation':30} {'T':>3} {'ms':>8} {'(10..90 %)':>18} {'one call':>9} {'MB':>6} {'GB/s':>7}"
+    )
     for line in lines:
         spread = f"({line['ms_low']:.3f}..{line['ms_high']:.3f})"
         print(

@@ -12,9 +12,10 @@ from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
+from mlx_lm.models import qwen3
+
 from dflash_native.drafters import DFlashConfig, DFlashDrafter, DFlashModel, tensor_shapes
 from dflash_native.targets import Target
-from mlx_lm.models import qwen3
 
 HIDDEN, VOCAB, BLOCK, WINDOW, LAYERS = 32, 97, 6, 9, 3
 YARN = {"factor": 4.0, "original_max_position_embeddings": 4096, "beta_fast": 32, "beta_slow": 1}

@@ -7,6 +7,7 @@ import random
 import mlx.core as mx
 import numpy as np
 import pytest
+
 from dflash_native import ops
 from dflash_native.cache import AttentionCache, Cache, RecurrentCache
 from dflash_native.targets import Target

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from inputs import DTYPES, error, name, same
 
 from dflash_native import ops, reference
+from inputs import DTYPES, error, name, same
 
 
 def conv_inputs(B, T, C, K, dtype):

@@ -8,6 +8,9 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from dflash_native.drafters import (
     DFlashConfig,
     DFlashDrafter,
@@ -40,8 +43,6 @@ from drafter_oracle import (
     tiny_target,
     tokens,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 EVERY_VARIANT = pytest.mark.parametrize("variant", VARIANTS)
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
+
 from dflash_native.drafters import (
     DFlashConfig,
     DFlashDrafter,

@@ -7,6 +7,7 @@ import re
 
 import mlx.core as mx
 import pytest
+
 from dflash_native.drafters import (
     DFlashConfig,
     DFlashDrafter,

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from inputs import DTYPES, at, error, gated_delta, name, same
 
 from dflash_native import Tape, ops, reference
+from inputs import DTYPES, at, error, gated_delta, name, same
 
 SHAPES = [  # B, T, Hk, Hv, Dk, Dv
     (1, 16, 16, 32, 128, 128),

@@ -5,9 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 import numpy as np
 import pytest
-from inputs import DTYPES, error, name, same
 
 from dflash_native import ops, reference
+from inputs import DTYPES, error, name, same
 
 
 def exact(a, b, A_log, dt_bias):
@@ -45,7 +45,9 @@ def test_small_rates_keep_their_digits(backend):
     a = mx.array([-8.0, -12.0, -14.0]).reshape(1, 1, 3)
     g, _ = ops.gated_delta_gates(a, a, mx.full((3,), 3.0), mx.zeros((3,)))
     g_exact, _ = exact(a, a, mx.full((3,), 3.0), mx.zeros((3,)))
-    assert np.abs((1 - np.array(g, np.float64)) - (1 - g_exact)).max() < 1.2e-7  # one unit of g; 1 - g is 1.7e-5 here
+    assert (
+        np.abs((1 - np.array(g, np.float64)) - (1 - g_exact)).max() < 1.2e-7
+    )  # one unit of g; 1 - g is 1.7e-5 here
 
 
 def test_extremes_are_finite(backend):

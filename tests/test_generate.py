@@ -9,15 +9,15 @@ import mlx_lm
 import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
-from scripted import ScriptedDrafter
-from test_session import compare_model
-from test_targets import make_model
 
 import dflash_native
 from dflash_native import demo
 from dflash_native.generate import REFUSED, generate, stream_generate
 from dflash_native.session import Session
 from dflash_native.targets import Target
+from scripted import ScriptedDrafter
+from test_session import compare_model
+from test_targets import make_model
 
 PROMPT = [5, 1200, 77, 3010, 42]
 
@@ -255,4 +255,6 @@ def test_verbose_prints_text_and_rates(model, tokenizer, answer, capsys):
         model, tokenizer, PROMPT, verbose=True, max_tokens=8, drafter=ScriptedDrafter(answer)
     )
     printed = capsys.readouterr().out
-    assert printed.startswith(text) and "tokens a round" in printed and "Prompt: 5 tokens" in printed
+    assert (
+        printed.startswith(text) and "tokens a round" in printed and "Prompt: 5 tokens" in printed
+    )

@@ -15,10 +15,11 @@ import mlx.nn as nn
 import mlx_lm
 import numpy as np
 import pytest
-from dflash_native import demo, hub
 from mlx.utils import tree_flatten
 from tokenizers import Regex, Tokenizer
 from tokenizers.pre_tokenizers import ByteLevel, Sequence, Split
+
+from dflash_native import demo, hub
 
 LIMIT_BYTES = 30_000_000
 NORMS = ("layernorm.weight", "model.norm.weight", "q_norm.weight", "k_norm.weight")

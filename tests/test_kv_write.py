@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mlx.core as mx
 import pytest
-from inputs import DTYPES, name, same
 
 from dflash_native import ops, reference
+from inputs import DTYPES, name, same
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)

@@ -42,6 +42,7 @@ from typing import NamedTuple, cast
 import mlx.core as mx
 import numpy as np
 import pytest
+
 from dflash_native import reference
 from dflash_native.tape import Tape
 

@@ -6,9 +6,9 @@ import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from inputs import DTYPES, at, gated_delta, name, same
 
 from dflash_native import ops
+from inputs import DTYPES, at, gated_delta, name, same
 
 HK, HV, DK, DV, C, K = 1, 2, 32, 8, 12, 4
 ROUNDS = st.lists(

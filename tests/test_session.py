@@ -6,16 +6,15 @@ import random
 
 import mlx.core as mx
 import pytest
-from drafter_oracle import drafter_of, raw_config
-from inputs import same
-from scripted import ScriptedDrafter
-from test_targets import VOCAB, make_model
 
 from dflash_native import ops
 from dflash_native.cache import RecurrentCache
 from dflash_native.session import Session
 from dflash_native.targets import Target, common
-
+from drafter_oracle import drafter_of, raw_config
+from inputs import same
+from scripted import ScriptedDrafter
+from test_targets import VOCAB, make_model
 
 DFLASH2 = raw_config(
     architectures=["DFlash2DraftModel"],
@@ -278,7 +277,9 @@ def test_only_the_rows_of_the_drafts_window_are_kept_of_a_prompt(hybrid, window)
 )
 def test_a_real_drafter_of_either_kind_does_not_change_the_tokens(raw):
     mx.set_default_device(mx.cpu)
-    target = Target(make_model("qwen3_5", hidden_size=raw["hidden_size"], vocab_size=raw["vocab_size"]))
+    target = Target(
+        make_model("qwen3_5", hidden_size=raw["hidden_size"], vocab_size=raw["vocab_size"])
+    )
     drafter = drafter_of(raw)
     prompt = [token % raw["vocab_size"] for token in prompt_of(40)]
     answer = plain(target, prompt, 60)
@@ -294,7 +295,9 @@ def test_equal_logits_give_the_lowest_id(hybrid, monkeypatch):
     """Draft, verify and plain decoding agree on ties (two exactly equal top logits do occur)."""
     tied = mx.zeros((VOCAB,))
     tied[mx.array([41, 17, 90])] = 5.0
-    monkeypatch.setattr(hybrid, "logits", lambda hidden: mx.broadcast_to(tied, (*hidden.shape[:2], VOCAB)))
+    monkeypatch.setattr(
+        hybrid, "logits", lambda hidden: mx.broadcast_to(tied, (*hidden.shape[:2], VOCAB))
+    )
     assert plain(hybrid, [1, 2], 3)[2:] == [17, 17, 17]
     session = Session(hybrid, ScriptedDrafter([1, 2] + [17] * 40, spoil=0.0))
     session.prefill([1, 2])
@@ -313,9 +316,7 @@ def test_one_synchronisation_a_round(hybrid, monkeypatch):
     monkeypatch.setattr(mx, "eval", lambda *a: (waits.append("eval"), evaluate(*a))[1])
     monkeypatch.setattr(mx, "synchronize", lambda *a: waits.append("synchronize"))
     read = Session._read
-    monkeypatch.setattr(
-        Session, "_read", lambda self, x: (waits.append("read"), read(self, x))[1]
-    )
+    monkeypatch.setattr(Session, "_read", lambda self, x: (waits.append("read"), read(self, x))[1])
     for drafter in (None, ScriptedDrafter(answer, spoil=0.2)):
         session = Session(hybrid, drafter)
         session.prefill(prompt)
@@ -340,7 +341,9 @@ def test_an_error_in_a_round_takes_the_round_back(hybrid, monkeypatch):
                 if fault == "read":
                     patch.setattr(Session, "_read", raising(KeyboardInterrupt))
                 else:
-                    patch.setattr(Target, "forward" if fault == "embed" else fault, raising(OSError))
+                    patch.setattr(
+                        Target, "forward" if fault == "embed" else fault, raising(OSError)
+                    )
                 with pytest.raises((KeyboardInterrupt, OSError)):
                     session.round()
                     session.round()  # in plain decoding the first was queued already

@@ -9,13 +9,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from dflash_native.cache import Cache
-from dflash_native.targets import FAMILIES, Target
 from mlx.nn.layers.distributed import AllToShardedLinear
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
+
+from dflash_native.cache import Cache
+from dflash_native.targets import FAMILIES, Target
 
 VOCAB = 101
 COMMON = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core  # noqa: F401  (first: the extension needs libmlx loaded)
 
-from . import _native, ops, reference
+from . import ops, reference
 from .tape import Tape
 
 if TYPE_CHECKING:

@@ -9,8 +9,9 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 
@@ -31,6 +32,9 @@ TOLERANCES = {
 _MOVES = ("conv_window", "kv_write")
 _PACKAGES = ("dflash-native", "mlx", "mlx-lm", "numpy", "transformers", "typer", "rich")
 _VARIABLES = ("DFLASH_NATIVE_ISA", "DFLASH_NATIVE_NUM_THREADS")
+
+
+_Recurrence = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,8 @@ def build_info() -> dict[str, Any]:
 
     Keys: backend, device, libmlx (the file this process has loaded, or "not found"), extension,
     built_for_mlx, built_with_nanobind, shader_hash, kernels (by operation), environment (of our
-    variables, those that are set) and versions. Raises ValueError where one of those variables has a
-    value that this machine cannot honour.
+    variables, those that are set) and versions. Raises ValueError where one of those variables has
+    a value that this machine cannot honour.
     """
     return {
         "backend": backend(),
@@ -138,16 +142,16 @@ def build_info() -> dict[str, Any]:
 def self_test() -> Iterator[Check]:
     """Compare every operation with its reference on small random inputs, in three dtypes.
 
-    Runs on the default device. A last check for each dtype asks that a block's tape, replayed, gives
-    bit for bit the states of single steps. Nothing is raised: an operation that fails is a `Check`
-    that did not pass.
+    Runs on the default device. A last check for each dtype, "rollback", asks that a block's outputs
+    and its tape, replayed to every length, are bit for bit those of single steps. Nothing is
+    raised: an operation that fails is a `Check` that did not pass.
     """
     for dtype in TOLERANCES:
         sample = _Sample(dtype)
         name = str(dtype).removeprefix("mlx.core.")
         for operation in OPERATIONS:
-            yield _guarded(operation, name, lambda op=operation, s=sample: _compare(op, s))
-        yield _guarded("rollback", name, lambda s=sample: _rollback(s))
+            yield _guarded(operation, name, partial(_compare, operation, sample))
+        yield _guarded("rollback", name, partial(_rollback, sample))
 
 
 class _Sample:
@@ -177,7 +181,7 @@ class _Sample:
         return mx.random.normal(shape, key=next(self._keys))
 
     @property
-    def recurrence(self) -> tuple[mx.array, ...]:
+    def recurrence(self) -> _Recurrence:
         return self.q, self.k, self.v, self.g, self.beta
 
 
@@ -217,7 +221,8 @@ def _rollback(sample: _Sample) -> tuple[float, float]:
         worst = max(worst, _error(ops.gated_delta_replay(sample.state, tape, [count] * 2), state))
         if count < sample.inputs:
             at = slice(count, count + 1)
-            y, state = ops.gated_delta_step(*(x[:, at] for x in sample.recurrence), state)
+            q, k, v, g, beta = (x[:, at] for x in sample.recurrence)
+            y, state = ops.gated_delta_step(q, k, v, g, beta, state)
             worst = max(worst, _error(block[:, at], y))
     return worst, 0.0
 
@@ -230,7 +235,7 @@ def _error(got: mx.array, expected: mx.array) -> float:
     got, expected = got.astype(mx.float32), expected.astype(mx.float32)
     if not mx.all(mx.isfinite(got)).item():
         raise ValueError("the result is not finite")
-    return float((mx.abs(got - expected).max() / mx.abs(expected).max()).item())
+    return cast(float, (mx.abs(got - expected).max() / mx.abs(expected).max()).item())
 
 
 def _guarded(operation: str, dtype: str, run: Callable[[], tuple[float, float]]) -> Check:

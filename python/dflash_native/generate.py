@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -227,7 +227,7 @@ def _prompt_ids(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.ar
         special = bos is None or not prompt.startswith(bos)
         ids: list[int] = tokenizer.encode(prompt, add_special_tokens=special)
     elif isinstance(prompt, mx.array):
-        ids = prompt.reshape(-1).tolist()
+        ids = cast("list[int]", prompt.reshape(-1).tolist())
     else:
         ids = list(prompt)
     if not ids:

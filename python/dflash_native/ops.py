@@ -18,11 +18,17 @@ evaluation on the CPU and fill their row with NaN on a GPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from ._native import extension as _ext
+from ._native import extension
 from .tape import Tape
+
+if TYPE_CHECKING:
+    from . import _ext
+else:
+    _ext = extension
 
 __all__ = [
     "Tape",
@@ -204,4 +210,6 @@ def kv_write(
         The cache, [B, H, capacity, D].
     """
     limit = cache.shape[2] - new.shape[2]
-    return _ext.kv_write(cache, new, _rows("kv_write", "lengths", lengths, cache.shape[0], limit), stream)
+    return _ext.kv_write(
+        cache, new, _rows("kv_write", "lengths", lengths, cache.shape[0], limit), stream
+    )

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import cast
 
 import mlx.core as mx
 
@@ -307,8 +308,7 @@ class Session:
     def _read(self, array: mx.array) -> list[int]:
         """The one place of a round where the host waits for the device."""
         self.stats.synchronisations += 1
-        values: list[int] = array.tolist()
-        return values
+        return cast("list[int]", array.tolist())
 
     def _settle(self) -> None:
         """Commit what the last round kept, in the target's cache and in the draft's context."""
@@ -347,7 +347,7 @@ def _token_list(tokens: Sequence[int] | mx.array, vocab_size: int) -> list[int]:
     if isinstance(tokens, mx.array):
         if not mx.issubdtype(tokens.dtype, mx.integer):
             raise ValueError(f"[prefill] expected token ids but got {tokens.dtype}.")
-        tokens = tokens.reshape(-1).tolist()
+        tokens = cast("list[int]", tokens.reshape(-1).tolist())
     ids = [int(token) for token in tokens]
     if not ids:
         raise ValueError("[prefill] expected at least one token but got an empty prompt.")

@@ -11,7 +11,7 @@ import typer
 
 app = typer.Typer(
     name="dflash-native",
-    help="Block speculative decoding on hybrid models, with state rollback that is exact to the bit.",
+    help="Block speculative decoding on hybrid models, with rollback that is exact to the bit.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -38,14 +38,16 @@ def _print_version(wanted: bool) -> None:
 def main(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     pass
 
 
-@app.command()
-def doctor(json: _Json = False) -> None:
+@app.command("doctor")
+def doctor_command(json: _Json = False) -> None:
     """Say what runs here and on which kernels, and test every operation.
 
     Exits with 1 if a test fails.
@@ -58,8 +60,8 @@ def doctor(json: _Json = False) -> None:
         run(as_json=json)
 
 
-@app.command()
-def demo(
+@app.command("demo")
+def demo_command(
     json: _Json = False,
     prompts: Annotated[int, typer.Option(help="How many of the shipped prompts to run.")] = 3,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each.")] = 96,
@@ -86,8 +88,8 @@ def demo(
         )
 
 
-@app.command()
-def generate(
+@app.command("generate")
+def generate_command(
     prompt: Annotated[str, typer.Option(help="The prompt; - reads it from standard input.")],
     model: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""What the commands share: consoles, one-sentence errors, options that are checked before loading."""
+"""What the commands share: consoles, one-sentence errors, exit codes."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def err() -> Console:
 def guard() -> Iterator[None]:
     """Turn what a user can cause into one sentence on standard error and an exit code.
 
-    2 for a bad option, 1 for what cannot be loaded or run, 130 for Ctrl-C. An error of our own making
-    keeps its traceback.
+    2 for a bad option, 1 for what cannot be loaded or run, 130 for Ctrl-C. An error of our own
+    making keeps its traceback.
     """
     try:
         yield

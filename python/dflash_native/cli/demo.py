@@ -1,9 +1,10 @@
-"""`dflash-native demo`: the built-in pair, streamed once and then measured against plain decoding."""
+"""`dflash-native demo`: the built-in pair, shown at work and measured against plain decoding."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 class DraftMarks:
     """Prints a stream of text and marks what the drafter proposed and the target accepted.
 
-    Green and underlined where the console has styles, in brackets where it has none (a log, a pipe).
+    Green and underlined where the console has styles, in brackets in a log or a pipe.
     """
 
     def __init__(self, console: Console) -> None:
@@ -81,8 +82,8 @@ def run(
     width = largest if block_size is None else block_size
     if width > largest:
         raise OptionError(f"expected --block-size in 1 … {largest} but got {width}")
-    bench = _Bench(target, tokenizer, drafter, max_tokens, width)
-    comparisons = bench.run(available[:prompts], None if as_json else DraftMarks(out()))
+    pair = _Pair(target, tokenizer, drafter, max_tokens, width)
+    comparisons = _compare(pair, available[:prompts], None if as_json else DraftMarks(out()))
     summary = {
         "backend": backend(),
         **measure.summarise(comparisons),
@@ -96,75 +97,70 @@ def run(
         _report(target, comparisons, summary)
 
 
-class _Bench:
+@dataclass(frozen=True)
+class _Pair:
     """What stays the same from prompt to prompt."""
 
-    def __init__(
-        self,
-        target: Target,
-        tokenizer: Any,
-        drafter: DFlashDrafter,
-        max_tokens: int,
-        block_size: int,
-    ) -> None:
-        self._target, self._tokenizer, self._drafter = target, tokenizer, drafter
-        self._max_tokens, self._block_size = max_tokens, block_size
+    target: Target
+    tokenizer: Any
+    drafter: DFlashDrafter
+    max_tokens: int
+    block_size: int
 
-    def run(self, prompts: Sequence[Prompt], marks: DraftMarks | None) -> list[measure.Comparison]:
-        """Each prompt both ways; each way goes first every other time. The first one is shown."""
-        ids = [list(self._tokenizer.encode(prompt.text)) for prompt in prompts]
-        status = err().status("warming up")
-        with status:
-            measure.warm_up(self._target, ids[0], self._drafter, block_size=self._block_size)
-        comparisons = []
-        for index, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
-            if index == 0 and marks is not None:
-                dflash = self._show(prompt, tokens, marks)
-                plain = self._decode(tokens)
-            elif index % 2 == 0:
-                dflash, plain = self._decode(tokens, self._drafter), self._decode(tokens)
-            else:
-                plain, dflash = self._decode(tokens), self._decode(tokens, self._drafter)
-            comparisons.append(measure.Comparison(prompt.name, tokens, plain, dflash))
-        return comparisons
+    def plain(self, prompt: list[int]) -> measure.Decoded:
+        return measure.decode(self.target, self.tokenizer, prompt, self.max_tokens)
 
-    def _show(self, prompt: Prompt, tokens: list[int], marks: DraftMarks) -> measure.Decoded:
-        marks.begin(prompt)
-        decoded = self._decode(tokens, self._drafter, marks.write)
-        marks.end()
-        return decoded
-
-    def _decode(
-        self,
-        prompt: list[int],
-        drafter: DFlashDrafter | None = None,
-        show: measure.Show | None = None,
-    ) -> measure.Decoded:
+    def dflash(self, prompt: list[int], show: measure.Show | None = None) -> measure.Decoded:
         return measure.decode(
-            self._target,
-            self._tokenizer,
+            self.target,
+            self.tokenizer,
             prompt,
-            self._max_tokens,
-            drafter,
-            block_size=None if drafter is None else self._block_size,
+            self.max_tokens,
+            self.drafter,
+            block_size=self.block_size,
             show=show,
         )
+
+
+def _compare(
+    pair: _Pair, prompts: Sequence[Prompt], marks: DraftMarks | None
+) -> list[measure.Comparison]:
+    """Each prompt both ways; each way goes first every other time. The first one is shown."""
+    ids = [list(pair.tokenizer.encode(prompt.text)) for prompt in prompts]
+    with err().status("warming up"):
+        measure.warm_up(pair.target, ids[0], pair.drafter, block_size=pair.block_size)
+    comparisons = []
+    for index, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
+        dflash = None
+        if index == 0 and marks is not None:
+            marks.begin(prompt)
+            dflash = pair.dflash(tokens, marks.write)
+            marks.end()
+        with err().status(f"measuring {prompt.name}"):
+            if index % 2 == 0:
+                dflash = dflash or pair.dflash(tokens)
+            plain = pair.plain(tokens)
+            dflash = dflash or pair.dflash(tokens)
+        comparisons.append(measure.Comparison(prompt.name, tokens, plain, dflash))
+    return comparisons
 
 
 def _report(
     target: Target, comparisons: Sequence[measure.Comparison], summary: dict[str, Any]
 ) -> None:
     console = out()
+    where = f"{summary['backend']}, {summary['dtype']}, blocks of {summary['block_size']}"
+    console.print(f"\nPlain decoding against DFlash ({where})", style="bold")
     console.print(_table(comparisons, summary))
     if summary["acceptance_by_position"]:
+        console.print("Drafts accepted, by their position in the block, %", style="bold")
         console.print(_acceptance(summary["acceptance_by_position"]))
     for sentence in _remarks(target, comparisons, summary):
         console.print(f"\n{sentence}")
 
 
 def _table(comparisons: Sequence[measure.Comparison], summary: dict[str, Any]) -> Table:
-    title = f"plain against DFlash ({summary['backend']}, {summary['dtype']})"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, show_footer=True)
+    table = Table(box=SIMPLE_HEAD, show_footer=True)
     footers = (
         "all",
         f"{summary['tokens']}",
@@ -192,8 +188,7 @@ def _table(comparisons: Sequence[measure.Comparison], summary: dict[str, Any]) -
 
 
 def _acceptance(rates: Sequence[float]) -> Table:
-    title = "accepted drafts by their position in the block, %"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for position in range(1, len(rates) + 1):
         table.add_column(f"{position}", justify="right", min_width=3)
     table.add_row(*(f"{100 * rate:.0f}" for rate in rates))
@@ -213,20 +208,22 @@ def _remarks(
     ratio, per_round = summary["speedup"], summary["tokens_per_round"]
     steps = summary["round_in_plain_steps"]
     yield (
-        f"A round takes as long as {steps:.2f} plain steps and gives {per_round:.2f} tokens: DFlash "
-        f"runs at {ratio:.2f} times the speed of plain decoding."
+        f"A round takes as long as {steps:.2f} plain steps and gives {per_round:.2f} tokens: "
+        f"DFlash runs at {ratio:.2f} times the speed of plain decoding."
     )
     if ratio < 1:
         rows = summary["block_size"]
         cost = measure.matmul_cost(target, rows)
-        place = f"MLX's matrix product on this backend ({summary['backend']})"
+        product = (
+            f"MLX's matrix product on this backend ({summary['backend']}) takes {cost:.1f} times "
+            f"as long for {rows} rows as for one (measured just now on the LM head)"
+        )
         yield (
-            f"It is slower because {place} takes {cost:.1f} times as long for {rows} rows as for one "
-            "(measured just now on the LM head), so that verifying a block costs nearly as much as "
+            f"It is slower because {product}, so that verifying a block costs about as much as "
             "decoding its tokens one by one."
             if cost > per_round
-            else f"It is slower although {place} takes only {cost:.1f} times as long for {rows} rows "
-            "as for one: drafting and verifying cost more than the accepted drafts save."
+            else f"It is slower although {product}: drafting and verifying cost more than the "
+            "accepted drafts save."
         )
 
 

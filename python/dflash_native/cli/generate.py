@@ -37,10 +37,11 @@ def run(
         prompt = sys.stdin.read()
     if not prompt:
         raise OptionError("expected a prompt but got an empty one")
-    if model is None:
-        target, tokenizer, drafter = demo_pair(dtype or "float32")
-    else:
-        target, tokenizer, drafter = named_pair(model, draft, dtype or "stored")
+    target, tokenizer, drafter = (
+        demo_pair(dtype or "float32")
+        if model is None
+        else named_pair(model, draft, dtype or "stored")
+    )
     with _progress() as (bar, report):
         stream = cast(
             Stream,
