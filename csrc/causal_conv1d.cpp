@@ -36,7 +36,7 @@ mx::array causal_conv1d_verify(
   expect_dtype(op, "weight", weight, x.dtype());
   std::vector<mx::array> operands;
   for (const auto& each : {x, weight, window}) {
-    operands.push_back(mx::contiguous(each, false, stream));
+    operands.push_back(row_contiguous(each, stream));
   }
   if (cuda::runs_on(stream)) {
     return cuda::launch(
@@ -69,7 +69,7 @@ mx::array conv_window(
     return window;
   }
   std::vector<mx::array> operands = {
-      mx::contiguous(window, false, stream), mx::contiguous(x, false, stream), kept};
+      row_contiguous(window, stream), row_contiguous(x, stream), kept};
   if (cuda::runs_on(stream)) {
     return cuda::launch(
         "conv_window",

@@ -2,6 +2,8 @@
 
 #include "mlx/transforms.h"
 
+#include "gpu/cuda.h"
+
 namespace dflash {
 
 namespace {
@@ -51,7 +53,17 @@ mx::array per_row(
     refuse(op, "expected ", name, " as integers but got ", x.dtype());
   }
   expect_shape(op, name, x, {batch});
-  return mx::contiguous(mx::astype(x, mx::int32, stream), false, stream);
+  return row_contiguous(mx::astype(x, mx::int32, stream), stream);
+}
+
+mx::array row_contiguous(const mx::array& x, mx::Stream stream) {
+  if (cuda::runs_on(stream)) {
+    return x;  // MLX's kernel launch sees to it
+  }
+  const bool known = x.has_primitive()
+                         ? dynamic_cast<const KernelPrimitive*>(&x.primitive()) != nullptr
+                         : x.flags().row_contiguous;
+  return known ? x : mx::contiguous(x, false, stream);
 }
 
 void expect_not_empty(const char* op, const char* name, const mx::array& x) {

@@ -40,6 +40,10 @@ void expect_dtype(const char* op, const char* name, const mx::array& x, mx::Dtyp
 mx::array per_row(
     const char* op, const char* name, const mx::array& x, int batch, mx::Stream stream);
 
+/// `x`, made row contiguous where it is not known to be. (A copy node is not free even where it
+/// copies nothing, and it would keep a cache from being donated.)
+mx::array row_contiguous(const mx::array& x, mx::Stream stream);
+
 /// Refuses an empty dimension.
 void expect_not_empty(const char* op, const char* name, const mx::array& x);
 

@@ -142,11 +142,11 @@ void append_tape(
     const mx::array& keep,
     mx::Stream stream) {
   for (const auto& x : {tape.g, tape.k, tape.delta}) {
-    operands.push_back(mx::contiguous(x, false, stream));
+    operands.push_back(row_contiguous(x, stream));
   }
   operands.push_back(per_row(op, "keep", keep, tape.k.shape(0), stream));
   if (tape.valid) {
-    operands.push_back(mx::contiguous(*tape.valid, false, stream));
+    operands.push_back(row_contiguous(*tape.valid, stream));
   }
 }
 
@@ -257,10 +257,10 @@ std::tuple<mx::array, mx::array, mx::array> gated_delta_verify(
       .vector_decay = g.ndim() == 4};
   std::vector<mx::array> operands;
   for (const auto& x : {state, q, k, v, g, beta}) {
-    operands.push_back(mx::contiguous(x, false, stream));
+    operands.push_back(row_contiguous(x, stream));
   }
   if (mask) {
-    operands.push_back(mx::contiguous(*mask, false, stream));
+    operands.push_back(row_contiguous(*mask, stream));
   }
   std::vector<mx::Shape> shapes = {v.shape(), v.shape()};
   std::vector<mx::Dtype> dtypes = {v.dtype(), mx::float32};
@@ -307,10 +307,10 @@ std::pair<mx::array, mx::array> gated_delta_step(
       .vector_decay = g.ndim() == 4};
   std::vector<mx::array> operands;
   for (const auto& x : {state, q, k, v, g, beta}) {
-    operands.push_back(mx::contiguous(x, false, stream));
+    operands.push_back(row_contiguous(x, stream));
   }
   if (mask) {
-    operands.push_back(mx::contiguous(*mask, false, stream));
+    operands.push_back(row_contiguous(*mask, stream));
   }
   auto out =
       run(parts, std::move(operands), {v.shape(), state.shape()}, {v.dtype(), mx::float32}, stream);
@@ -330,7 +330,7 @@ mx::array gated_delta_replay(
       .writes_delta = false,
       .commits = false,
       .vector_decay = expect_tape(op, tape, state)};
-  std::vector<mx::array> operands = {mx::contiguous(state, false, stream)};
+  std::vector<mx::array> operands = {row_contiguous(state, stream)};
   append_tape(op, operands, tape, keep, stream);
   return run(parts, std::move(operands), {state.shape()}, {mx::float32}, stream)[0];
 }

@@ -26,10 +26,10 @@ std::pair<mx::array, mx::array> gated_delta_gates(
   }
   std::vector<mx::array> operands;
   for (const auto& x : {a, b}) {
-    operands.push_back(mx::contiguous(x, false, stream));
+    operands.push_back(row_contiguous(x, stream));
   }
   for (const auto& x : {A_log, dt_bias}) {
-    operands.push_back(mx::contiguous(mx::astype(x, mx::float32, stream), false, stream));
+    operands.push_back(row_contiguous(mx::astype(x, mx::float32, stream), stream));
   }
   std::vector<mx::Shape> shapes = {a.shape(), a.shape()};
   std::vector<mx::Dtype> dtypes = {mx::float32, mx::float32};

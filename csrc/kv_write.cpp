@@ -10,20 +10,6 @@
 namespace dflash {
 namespace {
 
-/// The cache as it is where it is known to be row contiguous: a copy node between it and the write
-/// would keep it from being donated.
-mx::array row_contiguous(const mx::array& cache, mx::Stream stream) {
-  if (cache.has_primitive()) {
-    const auto& made_by = cache.primitive();
-    if (typeid(made_by) == typeid(KvWrite)) {
-      return cache;
-    }
-  } else if (cache.flags().row_contiguous) {
-    return cache;
-  }
-  return mx::contiguous(cache, false, stream);
-}
-
 /// MLX's CUDA kernels cannot write into an input, so here MLX's own slice update does, row by row.
 mx::array write_slices(
     mx::array cache, const mx::array& rows, const mx::array& lengths, mx::Stream stream) {
@@ -71,7 +57,7 @@ mx::array kv_write(
     return write_slices(cache, rows, at, stream);
   }
   std::vector<mx::array> operands = {
-      row_contiguous(cache, stream), mx::contiguous(rows, false, stream), at};
+      row_contiguous(cache, stream), row_contiguous(rows, stream), at};
   return mx::array(
       cache.shape(), cache.dtype(), std::make_shared<KvWrite>(stream), std::move(operands));
 }

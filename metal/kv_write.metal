@@ -30,9 +30,11 @@ template <typename T>
 }
 
 #ifndef DFLASH_JIT  // the host instantiates what it needs
-#define KV_WRITE(type)  \
-  template [[host_name( \
-      "kv_write_" #type)]] [[kernel]] decltype(kv_write_kernel<type>) kv_write_kernel<type>;
+#define KV_WRITE(type)                                                                       \
+  template [[host_name(                                                                      \
+      "kv_write_" #type)]] [[kernel]] decltype(kv_write_kernel<type>) kv_write_kernel<type>; \
+  template [[host_name(                                                                      \
+      "kv_copy_" #type)]] [[kernel]] decltype(kv_copy_kernel<type>) kv_copy_kernel<type>;
 KV_WRITE(float)
 KV_WRITE(half)
 KV_WRITE(bfloat)

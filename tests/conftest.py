@@ -1,11 +1,20 @@
-"""Every kernel test runs on the backends that are present: the CPU, and a GPU where MLX sees one."""
+"""Every kernel test runs on the backends that are present: the CPU, and a GPU where MLX sees one.
+
+`python -m tests.metal mock python -m pytest ...` runs them on the mock Metal device instead, which MLX
+takes for the CPU and which behaves as a GPU.
+"""
 
 from __future__ import annotations
+
+import os
 
 import mlx.core as mx
 import pytest
 
-BACKENDS = {"cpu": mx.cpu} | ({"gpu": mx.gpu} if mx.is_available(mx.gpu) else {})
+if "DFLASH_NATIVE_MOCK" in os.environ:
+    BACKENDS = {"mock": mx.cpu}
+else:
+    BACKENDS = {"cpu": mx.cpu} | ({"gpu": mx.gpu} if mx.is_available(mx.gpu) else {})
 
 
 @pytest.fixture(params=list(BACKENDS))

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from dflash_native.drafters import (
@@ -90,6 +90,7 @@ def test_agrees_with_the_authors_over_cached_rounds(variant, target, authors, tm
         else:
             proposals = mx.argmax(logits, axis=-1)
         assert gap(block_of(session, anchor, start), hidden) < 1e-4
+        assert gap(session.logits(hidden), logits) < 1e-5
         assert twin.propose(anchor, start, BLOCK - 1).tolist() == proposals.tolist()
         seen.update(proposals[0].tolist())
     assert len(seen) > 8
@@ -141,17 +142,18 @@ def test_windows_smaller_and_larger_than_the_block(window, causal, target):
 
 
 def test_context_may_start_late_and_jump_where_every_layer_slides(target):
-    taps = taps_of(target, tokens(60))
-    session, whole = (begin(raw_config(**SLIDES), target) for _ in range(2))
-    late, full = begin(raw_config(**SLIDES), target), begin(raw_config(**MIXED), target)
-    reach = WINDOW - 1
-    session.extend(taps[:, 5:20], 5)
-    session.extend(taps[:, 50 - reach : 50], 50 - reach)
+    taps, reach = taps_of(target, tokens(60)), WINDOW - 1
+    whole, session, short, late = (begin(raw_config(**SLIDES), target) for _ in range(4))
     whole.extend(taps[:, :50], 0)
+    for s, rows in ((session, reach), (short, reach - 1)):
+        s.extend(taps[:, 5:20], 5)
+        s.extend(taps[:, 50 - rows : 50], 50 - rows)
     late.extend(taps[:, 51 - reach : 50], 51 - reach)
-    blocks = [block_of(s, tokens(1), 50) for s in (session, whole, late)]
-    assert gap(blocks[0], blocks[1]) < 1e-5
-    assert gap(blocks[2], blocks[1]) > 1e-3
+    expected, *blocks = (block_of(s, tokens(1), 50) for s in (whole, session, short, late))
+    assert gap(blocks[0], expected) < 1e-5
+    assert gap(blocks[1], expected) > 1e-3
+    assert gap(blocks[1], blocks[2]) < 1e-5, "rows from before a gap are out of place"
+    full = begin(raw_config(**MIXED), target)
     with pytest.raises(ValueError, match="expected position 50 but got 49"):
         session.extend(taps[:, :1], 49)
     with pytest.raises(ValueError, match="expected position 0 but got 5"):
@@ -200,10 +202,12 @@ def test_a_draft_in_bf16_or_cast_to_fp32(target, tmp_path):
     steps=st.lists(st.integers(0, 16), min_size=60, max_size=90),
     prompt=st.integers(0, 700),
 )
+@example(window=201, block=16, steps=[16] * 80, prompt=300)
 def test_context_cache_holds_the_newest_positions_in_order(window, block, steps, prompt):
-    cache, end, moves, capacities = ContextCache(1, 1, mx.float32, window), 0, 0, []
+    cache, end, moves = ContextCache(1, 1, mx.float32, window), 0, 0
     for step in (prompt, *steps):
         new = step - cache.skip(step)
+        before = cache.rows, cache.capacity
         rows = mx.arange(end + step - new, end + step + block, dtype=mx.float32)
         cache.write(rows[None, None, :, None], -rows[None, None, :, None], new)
         end += step
@@ -211,9 +215,8 @@ def test_context_cache_holds_the_newest_positions_in_order(window, block, steps,
         first = 0 if window is None else max(0, end - window + 1)
         assert keys.reshape(-1).tolist() == list(range(first, end + block))
         assert mx.array_equal(keys, -values)
-        moves += bool(capacities) and cache.capacity != capacities[-1]
-        capacities.append(cache.capacity)
-    assert moves <= 4
+        moves += (cache.rows - new, cache.capacity) != before
+    assert moves <= 5 + end // 100
     if window is not None:
         assert cache.capacity <= max(2 * window, prompt) + 2 * max(steps) + block + 256
 

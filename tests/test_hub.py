@@ -49,8 +49,8 @@ def parameters(model):
 
 
 def loss(model, tokenizer):
-    """Mean nats a token over the first 32 of two prompts."""
-    tokens = mx.array([tokenizer.encode(prompt.text)[:32] for prompt in demo.prompts()[:2]])
+    """Mean nats a token over the first 24 of two prompts."""
+    tokens = mx.array([tokenizer.encode(prompt.text)[:24] for prompt in demo.prompts()[:2]])
     logits = model(tokens[:, :-1]).astype(mx.float32)
     return nn.losses.cross_entropy(logits, tokens[:, 1:]).mean().item()
 
@@ -96,7 +96,7 @@ def test_the_demo_knows_its_language_and_a_second_norm_shift_ruins_it(pair, stor
     model, tokenizer, _ = pair
     assert loss(model, tokenizer) < 3.0
     norms = {n: v.astype(mx.float32) for n, v in stored.items() if n.endswith(NORMS)}
-    assert len(norms) == 8 * 2 + 2 * 2 + 1
+    assert len(norms) > 2 * len(model.layers)
     assert all(mx.array_equal(parameters(model)[name], norms[name]) for name in norms)
 
     shifted = {n: v.moveaxis(1, 2) if "conv1d" in n else v for n, v in stored.items()}
@@ -133,10 +133,10 @@ def test_text_is_cut_as_the_tokenizer_file_says(pair):
     ],
     ids=["float32", "bfloat16", "float16"],
 )
-def test_load_demo_gives_plain_modules_of_the_dtype(dtype, drafts):
+def test_load_demo_gives_plain_modules_of_the_dtype(dtype, drafts, stored):
     model, _, drafter = hub.load_demo(dtype)
     weighty = [m for m in model.modules() if isinstance(m, nn.Linear | nn.Embedding)]
-    assert len(weighty) == 1 + 2 * 4 + 6 * 5 + 8 * 3
+    assert len(weighty) == sum(name.endswith(".scales") for name in stored) > 0
     assert not any("scales" in module for module in model.modules())
     for name, value in parameters(model).items():
         assert value.dtype == (mx.float32 if name.endswith("A_log") else dtype), name
@@ -162,12 +162,13 @@ def test_without_a_dtype_the_demo_stays_in_8_bits_as_mlx_lm_loads_it(stored):
 def test_dequantised_in_fp32_and_rounded_once(pair, stored):
     """`scale * q + bias` in numpy; the control computes in bf16, the dtype of the scales."""
     name = "language_model.model.layers.0.linear_attn.out_proj"
-    packed = np.array(stored[f"{name}.weight"]).view(np.uint8).astype(np.float32)
     scales, biases = (
-        np.array(stored[f"{name}.{part}"].astype(mx.float32)) for part in ("scales", "biases")
+        np.array(stored[f"{name}.{part}"].astype(mx.float32))[..., None]
+        for part in ("scales", "biases")
     )
-    q = packed.reshape(384, 8, 64)
-    expected = (scales[..., None] * q + biases[..., None]).reshape(384, 512)
+    packed = np.array(stored[f"{name}.weight"]).view(np.uint8)
+    q = packed.reshape(*scales.shape[:2], 64).astype(np.float32)
+    expected = (scales * q + biases).reshape(packed.shape)
     weight = np.array(parameters(pair[0])[f"{name}.weight"])
     np.testing.assert_allclose(weight, expected, rtol=0, atol=np.abs(expected).max() * 2**-23)
 
@@ -186,7 +187,7 @@ def test_a_layer_that_cannot_be_made_plain_is_refused_by_name(monkeypatch):
     def with_mxfp4(folder, **options):
         model, config = real(folder, **options)
         mlp = model.language_model.model.layers[0].mlp
-        mlp.gate_proj = nn.Linear(384, 1024, bias=False).to_quantized(32, 4, mode="mxfp4")
+        mlp.gate_proj = nn.Linear(64, 64, bias=False).to_quantized(32, 4, mode="mxfp4")
         return model, config
 
     monkeypatch.setattr(hub, "load_model", with_mxfp4)
@@ -301,6 +302,9 @@ def test_missing_weights_a_missing_shard_and_a_missing_tensor(tmp_path, stored):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(FileNotFoundError, match=r"model-00001-of-00002.safetensors but there is"):
         hub.load(folder)
+    (folder / "model.safetensors.index.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"index.json holds no readable weight_map"):
+        hub.load(folder)
 
 
 def test_an_unknown_model_type_and_a_missing_tokenizer(tmp_path):
@@ -323,7 +327,7 @@ def test_a_foreign_tokenizer_is_refused_with_both_numbers(pair):
     target = SimpleNamespace(vocab_size=drafter.config.vocab_size)
     hub.check_tokenizer(target, tokenizer)
     foreign = SimpleNamespace(get_vocab=lambda: {"a": 0, "b": 151_935})
-    with pytest.raises(ValueError, match=r"at most 8192 entries.* but got 151936: it belongs"):
+    with pytest.raises(ValueError, match=rf"at most {target.vocab_size} entries.* got 151936: it"):
         hub.check_tokenizer(target, foreign)
 
 

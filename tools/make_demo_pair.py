@@ -21,9 +21,10 @@ from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
-from dflash_native import demo, hub
 from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
+
+from dflash_native import demo, hub
 
 GROUP_SIZE = 64
 BITS = 8

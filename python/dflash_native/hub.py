@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, Protocol, cast
 
 import mlx.core as mx
-import mlx.nn as nn
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.embedding import Embedding
+from mlx.nn.layers.linear import Linear
+from mlx.nn.layers.quantized import QuantizedEmbedding, QuantizedLinear
 from mlx.utils import tree_map_with_path, tree_unflatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_config, load_model, load_tokenizer
@@ -174,7 +176,10 @@ def _check_weights(folder: Path) -> None:
     index = folder / "model.safetensors.index.json"
     names = {path.name for path in folder.glob("model*.safetensors")}
     if index.is_file():
-        names |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        try:
+            names |= set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"[load] {index} holds no readable weight_map") from error
     for name in sorted(names or {"model.safetensors"}):
         path = folder / name
         if not path.is_file():
@@ -203,7 +208,8 @@ def _load_tokenizer(folder: Path, eos_token_ids: Any) -> TokenizerWrapper:
             wanted = json.loads(path.read_text(encoding="utf-8")).get("tokenizer_class")
             if wanted in ("PreTrainedTokenizerFast", "TokenizersBackend"):
                 extra["config"] = PreTrainedConfig()
-        return load_tokenizer(folder, extra, eos_token_ids=eos_token_ids)
+        tokenizer: TokenizerWrapper = load_tokenizer(folder, extra, eos_token_ids=eos_token_ids)
+        return tokenizer
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
             f"[load] transformers cannot read the tokenizer in {folder}: {_first_line(error)}"
@@ -216,16 +222,16 @@ def _make_plain(model: Module, dtype: mx.Dtype) -> None:
     for name, module in model.named_modules():
         if "scales" not in module:
             continue
-        if not isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding) or (
-            module.mode != "affine"
-        ):
+        mode = getattr(module, "mode", None)
+        if not isinstance(module, QuantizedLinear | QuantizedEmbedding) or mode != "affine":
             raise ValueError(
                 "[load] expected only affine Linear and Embedding layers to dequantise but got "
-                f"{type(module).__name__} ({module.mode}) at {name}: load it with dtype=None"
+                f"{type(module).__name__} ({mode}) at {name}: load it with dtype=None"
             )
         plain.append((name, _dequantise(module, dtype)))
     if plain:
         model.update_modules(cast(dict[str, Any], tree_unflatten(plain)))
+        model.eval()
     casts = getattr(model, "cast_predicate", lambda path: True)
     model.update(
         tree_map_with_path(
@@ -239,14 +245,15 @@ def _make_plain(model: Module, dtype: mx.Dtype) -> None:
     )
 
 
-def _dequantise(module: nn.QuantizedLinear | nn.QuantizedEmbedding, dtype: mx.Dtype) -> Module:
-    scales, biases = (x.astype(mx.float32) for x in (module.scales, module.biases))
+def _dequantise(module: QuantizedLinear | QuantizedEmbedding, dtype: mx.Dtype) -> Module:
+    assert module.biases is not None, "affine layers have biases"
+    scales, biases = module.scales.astype(mx.float32), module.biases.astype(mx.float32)
     weight = mx.dequantize(module.weight, scales, biases, module.group_size, module.bits)
     plain: Module
-    if isinstance(module, nn.QuantizedEmbedding):
-        plain = nn.Embedding(1, 1)
+    if isinstance(module, QuantizedEmbedding):
+        plain = Embedding(1, 1)
     else:
-        plain = nn.Linear(1, 1, bias="bias" in module)
+        plain = Linear(1, 1, bias="bias" in module)
         if "bias" in module:
             plain.bias = module.bias
     plain.weight = weight.astype(dtype)

@@ -296,7 +296,8 @@ class Source:
 
     def entries(self, only: Iterable[str] = ()) -> tuple[str, list[dict[str, object]]]:
         """C++ text of the entry functions, and their descriptions."""
-        text, described, seen = "\n", [], set()
+        text, seen = "\n", set()
+        described: list[dict[str, object]] = []
         for name, callee in self.instances:
             function = re.match(r"(?:\w+::)*(\w+)", callee)
             assert function

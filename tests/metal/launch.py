@@ -216,14 +216,14 @@ def kv_write(
     given = rows.shape[2]
     out = np.zeros_like(cache)
     library = shader("kv_write")
-    where = dict(schedule=schedule)
-    library.run(f"kv_copy_{kind}", [cache, out], [cache.size // dim, dim, 1], [32, 4, 1], **where)
+    size = [cache.size // dim, dim, 1]
+    library.run(f"kv_copy_{kind}", [cache, out], size, [32, 4, 1], schedule=schedule)
     library.run(
         f"kv_write_{kind}",
         [rows, np.array(lengths, np.int32), out]
         + [np.int32(n) for n in (heads, capacity, given, dim)],
         [dim, given, batch * heads],
         [32, 4, 1],
-        **where,
+        schedule=schedule,
     )
     return out

@@ -38,7 +38,7 @@ def build() -> Path:
     place = hashlib.sha256(repr((ROOT, sys.executable, versions)).encode()).hexdigest()[:8]
 
     def make(folder: Path) -> None:
-        work = CACHE / f"mock-build-{place}"
+        work = CACHE / "mock-build"
         options = {
             "CMAKE_BUILD_TYPE": "Debug",
             "CMAKE_CXX_COMPILER": CLANGXX,
@@ -52,7 +52,10 @@ def build() -> Path:
         cmake = python_program("cmake")
         with locked(work.name):
             defines = [f"-D{key}={value}" for key, value in options.items()]
-            run(cmake, "-S", ROOT, "-B", work, "-G", "Ninja", *defines)
+            stamp = work / "environment"
+            same = stamp.exists() and stamp.read_text() == place
+            run(cmake, *([] if same else ["--fresh"]), "-S", ROOT, "-B", work, "-GNinja", *defines)
+            stamp.write_text(place)
             run(cmake, "--build", work, "--target", "_ext")
             shutil.copyfile(work / name, folder / name)
 

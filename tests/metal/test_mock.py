@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import mlx.core as mx
 import pytest
+
 from dflash_native import ops, reference
 from dflash_native.tape import Tape
 

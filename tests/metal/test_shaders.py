@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+
 from dflash_native import reference
 from dflash_native.tape import Tape as ReferenceTape
 

@@ -1,0 +1,427 @@
+"""The command line: what goes to which stream, exit codes, and one sentence for a bad input."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import mlx.core as mx
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+import dflash_native
+from dflash_native import demo as demo_files
+from dflash_native import hub, ops
+from dflash_native.cli import app, console, measure
+from dflash_native.cli import demo as demo_command
+from dflash_native.cli import generate as generate_command
+from dflash_native.cli.demo import DraftMarks
+from dflash_native.generate import stream_generate
+from dflash_native.session import Stats
+from dflash_native.targets import Target
+
+COMMAND = [sys.executable, "-m", "dflash_native"]
+PROMPT = "def add(a, b):\n"
+PROMPTS = demo_files.prompts()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def on_cpu():
+    """A GPU may multiply fp32 in TF32, and then tokens depend on the block."""
+    before = mx.default_device()
+    mx.set_default_device(mx.cpu)
+    yield
+    mx.set_default_device(before)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    model, tokenizer, drafter = hub.load_demo()
+    return Target(model), tokenizer, drafter
+
+
+@pytest.fixture
+def loaded(pair, monkeypatch):
+    """The commands get the pair that is loaded already, and the demo's prompts are a line long."""
+    for command in (demo_command, generate_command):
+        monkeypatch.setattr(command, "demo_pair", lambda dtype: pair)
+    short = [each._replace(text=each.text.partition("\n")[0] + "\n") for each in PROMPTS]
+    monkeypatch.setattr(demo_command, "demo_prompts", lambda: short)
+
+
+def run(*arguments, stdin=None):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], input=stdin)
+
+
+def text_of(pair, prompt, **options):
+    target, tokenizer, drafter = pair
+    responses = stream_generate(target, tokenizer, prompt, drafter=drafter, **options)
+    return "".join(response.text for response in responses)
+
+
+# Starting.
+
+
+def test_version_and_help():
+    assert run("--version").stdout == f"dflash-native {dflash_native.__version__}\n"
+    shown = run("--help")
+    assert shown.exit_code == 0
+    assert all(name in shown.stdout for name in ("doctor", "demo", "generate", "--version"))
+    assert run("nothing").exit_code == 2
+
+
+def test_help_imports_no_models():
+    code = (
+        "import sys; from dflash_native.cli import app; app(['generate', '--help'], "
+        "standalone_mode=False); print(*sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    modules = set(done.stdout.splitlines()[-1].split())
+    assert "dflash_native.cli" in modules
+    assert not modules & {"mlx_lm", "transformers", "dflash_native.hub", "dflash_native.session"}
+
+
+# doctor.
+
+
+def test_doctor_says_what_runs_and_passes():
+    shown = run("doctor")
+    assert shown.exit_code == 0
+    for words in ("libmlx", "gated_delta_verify", "cpu", mx.__version__, "all 24 checks passed"):
+        assert words in shown.stdout
+    report = json.loads(run("doctor", "--json").stdout)
+    assert report["passed"] and len(report["checks"]) == 24
+    assert report["libmlx"] in shown.stdout
+    assert {"backend", "device", "kernels", "versions"} <= report.keys()
+
+
+def test_doctor_exits_with_1_on_a_wrong_operation(monkeypatch):
+    real = ops.causal_conv1d_verify
+    monkeypatch.setattr(ops, "causal_conv1d_verify", lambda *args: real(*args) * 1.5)
+    shown = run("doctor")
+    assert shown.exit_code == 1
+    assert shown.stdout.count("FAIL") == 3 and "3 of 24 checks failed" in shown.stdout
+    failed = run("doctor", "--json")
+    assert failed.exit_code == 1
+    assert not json.loads(failed.stdout)["passed"]
+
+
+# demo.
+
+
+def test_demo_json_is_one_object(loaded):
+    shown = run("demo", "--json", "--prompts", 1, "--max-tokens", 8)
+    assert shown.exit_code == 0, shown.stderr
+    found = json.loads(shown.stdout)
+    assert found["backend"] == "cpu" and found["prompts"] == found["identical"] == 1
+    assert found["tokens"] == 8 and 1 <= found["rounds"] <= 8
+    assert found["tokens_per_round"] == pytest.approx(8 / found["rounds"])
+    assert found["speedup"] == pytest.approx(found["dflash_tok_s"] / found["plain_tok_s"])
+    assert found["dtype"] == "float32" and found["block_size"] == 16
+    assert shown.stderr == ""
+
+
+def test_demo_shows_text_and_table(loaded, pair):
+    shown = run("demo", "--prompts", 1, "--max-tokens", 8, "--block-size", 4)
+    assert shown.exit_code == 0, shown.stderr
+    prompt = demo_command.demo_prompts()[0]
+    after = shown.stdout.partition(prompt.text)[2]
+    streamed = after.partition("\nPlain decoding against DFlash")[0]
+    text = text_of(pair, prompt.text, max_tokens=8, block_size=4)
+    assert "⟦" in streamed
+    assert streamed.replace("⟦", "").replace("⟧", "") == f"{text}\n"
+    for words in ("1 of 1", "blocks of 4", "ratio", "Drafts accepted", "A round takes"):
+        assert words in after
+
+
+def decoded(tokens, seconds=1.0, rounds=1, accepted=(), drafted=()):
+    stats = Stats(rounds=rounds, tokens=len(tokens), drafted=sum(drafted), accepted=sum(accepted))
+    stats.accepted_at, stats.drafted_at = list(accepted), list(drafted)
+    return measure.Decoded(tokens, seconds, stats)
+
+
+def test_identical_counts_equal_tokens():
+    def compare(plain, dflash):
+        return measure.Comparison("", [1], decoded(plain), decoded(dflash))
+
+    tokens = [5, 6, 7]
+    assert measure.summarise([compare(tokens, tokens)] * 3)["identical"] == 3
+    for other in ([5, 6, 8], [9, 6, 7], [5, 6], [5, 6, 7, 8]):
+        found = measure.summarise([compare(tokens, tokens), compare(tokens, other)])
+        assert (found["identical"], found["prompts"]) == (1, 2)
+    differences = [compare(tokens, other).difference for other in ([5, 6, 7], [5, 9, 7], [5, 6])]
+    assert differences == [None, 1, 2]
+
+
+def test_rates_are_over_all_tokens_and_all_seconds():
+    first = measure.Comparison(
+        "", [1], decoded([1] * 10, 2.0, 10), decoded([1] * 10, 1.0, 4, [3, 2], [4, 3])
+    )
+    second = measure.Comparison(
+        "", [1], decoded([1] * 30, 3.0, 30), decoded([1] * 30, 4.0, 6, [6], [6])
+    )
+    found = measure.summarise([first, second])
+    assert (found["plain_tok_s"], found["dflash_tok_s"]) == (8.0, 8.0)
+    assert found["speedup"] == 1.0 != (10 / 5 + 7.5 / 10) / 2  # no mean of ratios
+    assert (found["rounds"], found["tokens_per_round"]) == (10, 4.0)
+    assert found["acceptance_by_position"] == [0.9, pytest.approx(2 / 3)]
+    assert found["acceptance"] == pytest.approx(11 / 13)
+    assert found["round_in_plain_steps"] == pytest.approx((5 / 10) / (5 / 40))
+
+
+def test_a_difference_is_told_with_its_gap(pair):
+    target, tokenizer, _ = pair
+    prompt = list(tokenizer.encode(PROMPT))
+    plain = measure.decode(target, tokenizer, prompt, 3)
+    assert len(plain.tokens) == 3
+    altered = [plain.tokens[0], (plain.tokens[1] + 1) % 100, plain.tokens[2]]
+    gap = measure.logit_gap(target, measure.Comparison("", prompt, plain, decoded(altered)))
+    assert gap > 0
+    same = measure.Comparison("", prompt, plain, decoded(plain.tokens))
+    shorter = measure.Comparison("", prompt, plain, decoded(plain.tokens[:2]))
+    assert measure.logit_gap(target, same) is measure.logit_gap(target, shorter) is None
+
+
+@pytest.mark.parametrize(
+    ("speedup", "cost", "words"),
+    [
+        (0.5, 14.0, "slower because MLX's matrix product on this backend (cpu) takes 14.0 times"),
+        (0.5, 1.5, "slower although MLX's matrix product on this backend (cpu) takes 1.5 times"),
+        (1.5, 14.0, "A round takes as long as 2.00 plain steps and gives 3.00 tokens"),
+    ],
+    ids=["matmul", "drafting", "faster"],
+)
+def test_a_loss_is_admitted_with_its_reason(speedup, cost, words, monkeypatch):
+    monkeypatch.setattr(measure, "matmul_cost", lambda target, rows: cost)
+    monkeypatch.setattr(measure, "logit_gap", lambda target, comparison: 0.001)
+    summary = {"speedup": speedup, "tokens_per_round": 3.0, "backend": "cpu", "block_size": 16}
+    summary["round_in_plain_steps"] = 3.0 / speedup
+    same = measure.Comparison("one", [1], decoded([5, 6]), decoded([5, 6]))
+    said = " ".join(demo_command._remarks(None, [same], summary))
+    assert words in said
+    assert ("It is slower" in said) == (speedup < 1)
+    assert "not identical" not in said
+    other = measure.Comparison("two", [1], decoded([5, 6]), decoded([5, 7]))
+    said = " ".join(demo_command._remarks(None, [same, other], summary))
+    assert "two is not identical: token 2 differs" in said and "0.001" in said
+
+
+SEGMENTS = [("a", True), ("b", True), ("", False), ("[c]", False), (" d\n", True)]
+
+
+def marked(encoding="utf-8", **options):
+    raw = io.BytesIO()
+    stream = io.TextIOWrapper(raw, encoding=encoding, newline="")
+    marks = DraftMarks(Console(file=stream, markup=False, **options))
+    for text, from_draft in SEGMENTS:
+        marks.write(text, from_draft)
+    marks.end()
+    stream.flush()
+    return raw.getvalue().decode(encoding)
+
+
+def test_accepted_drafts_are_marked():
+    assert marked() == "⟦ab⟧[c]⟦ d\n⟧\n"
+    assert marked("ascii") == "[[ab]][c][[ d\n]]\n"
+    styled = marked(force_terminal=True, color_system="standard")
+    assert "\x1b[4;32ma\x1b[0m" in styled and "[c]" in styled
+    assert "⟦" not in styled and "\x1b[4;32m[c]" not in styled
+
+
+# generate.
+
+
+def test_stdout_is_the_text_alone(loaded, pair):
+    shown = run("generate", "--prompt", PROMPT, "--max-tokens", 8)
+    assert shown.exit_code == 0, shown.stderr
+    assert shown.stdout == text_of(pair, PROMPT, max_tokens=8) != ""
+    assert "8 tokens at" in shown.stderr and "drafts accepted" in shown.stderr
+    piped = run("generate", "--prompt", "-", "--max-tokens", 4, "--block-size", 4, stdin=PROMPT)
+    assert piped.stdout == text_of(pair, PROMPT, max_tokens=4)
+    assert piped.stdout != shown.stdout
+
+
+def test_json_and_stop(loaded, pair):
+    whole = text_of(pair, PROMPT, max_tokens=8)
+    stop = whole[len(whole) // 2 :][:3]
+    shown = run(
+        "generate", "--prompt", PROMPT, "--max-tokens", 8, "--json", "--stop", "§", "--stop", stop
+    )
+    found = json.loads(shown.stdout)
+    assert found["text"] == whole[: whole.index(stop)] != whole
+    assert found["finish_reason"] == "stop" and found["tokens"] <= 8
+    assert shown.stderr == ""
+
+
+def test_the_chat_template_unless_raw(pair):
+    tokenizer = hub.load(demo_files.TARGET)[1]
+    prompt_ids = generate_command._prompt_ids
+    assert prompt_ids(tokenizer, "x", False) == tokenizer.encode("x")  # the demo has no template
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>{% endfor %}"
+    )
+    tokenizer._tokenizer.chat_template = template + "{% if add_generation_prompt %}!{% endif %}"
+    chat = type(tokenizer)(tokenizer._tokenizer)
+    assert chat.decode(prompt_ids(chat, "x", False)) == "<|im_start|>user\nx<|im_end|>!"
+    assert prompt_ids(chat, "x", True) == tokenizer.encode("x")
+
+
+def test_a_folder_decodes_plainly_and_a_published_draft_is_named(tmp_path):
+    folder = tmp_path / "Qwen3-8B-4bit"
+    folder.symlink_to(demo_files.TARGET)
+    shown = run("generate", "--model", folder, "--prompt", PROMPT, "--max-tokens", 2)
+    assert shown.exit_code == 0, shown.stderr
+    assert "plain decoding" in shown.stderr and "z-lab/Qwen3-8B-DFlash-b16" in shown.stderr
+    both = run(
+        *("generate", "--model", demo_files.TARGET, "--draft", demo_files.DRAFT),
+        *("--prompt", PROMPT, "--max-tokens", 2, "--dtype", "float16"),
+    )
+    assert both.exit_code == 0, both.stderr
+    assert "drafts accepted" in both.stderr and "plain decoding" not in both.stderr
+
+
+# Ctrl-C.
+
+
+def test_ctrl_c_keeps_what_was_generated(pair):
+    code = (
+        "import mlx.core as mx; mx.set_default_device(mx.cpu); "
+        "from dflash_native.cli import app; app()"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "generate", "--prompt", PROMPT, "--max-tokens", "4000"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A shell's background jobs ignore SIGINT, and children inherit that.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    rest, errors = process.communicate(timeout=60)
+    text, errors = (first + rest).decode(), errors.decode()
+    assert process.returncode == console.INTERRUPTED == 130
+    assert "(interrupted)" in errors and "Traceback" not in errors
+    tokens = int(errors.split(" token")[0])
+    assert 1 <= tokens < 4000
+    assert text == text_of(pair, PROMPT, max_tokens=tokens)[: len(text)] != ""
+
+
+def test_ctrl_c_before_the_first_token(monkeypatch):
+    def interrupted(dtype):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generate_command, "demo_pair", interrupted)
+    shown = run("generate", "--prompt", PROMPT)
+    assert shown.exit_code == 130
+    assert (shown.stdout, shown.stderr) == ("", "dflash-native: interrupted\n")
+
+
+# Bad inputs.
+
+
+def refused(code, words, *arguments, stdin=None):
+    shown = run(*arguments, stdin=stdin)
+    assert isinstance(shown.exception, SystemExit), shown.exception
+    assert shown.exit_code == code
+    assert shown.stdout == ""
+    assert shown.stderr.startswith("dflash-native: ") and shown.stderr.count("\n") == 1
+    assert words in shown.stderr, shown.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("empty", ["generate", "--prompt", ""]),
+        ("empty", ["generate", "--prompt", "-"]),
+        ("--block-size of at least 1 but got 0", ["generate", "--prompt", "x", "--block-size", 0]),
+        ("--draft only with --model", ["generate", "--prompt", "x", "--draft", "d"]),
+        (
+            "got no --draft",
+            ["generate", "--prompt", "x", "--model", "m", "--block-size", 4],
+        ),
+        ("--max-tokens of at least 1", ["generate", "--prompt", "x", "--max-tokens", 0]),
+        ("--stop", ["generate", "--prompt", "x", "--stop", ""]),
+        ("--prompts in 1 … 20 but got 21", ["demo", "--prompts", 21]),
+        ("--prompts in 1 … 20 but got 0", ["demo", "--prompts", 0]),
+        ("--max-tokens of at least 1 but got -1", ["demo", "--max-tokens", -1]),
+        ("--block-size in 1 … 16 but got 17", ["demo", "--block-size", 17]),
+    ],
+)
+def test_a_bad_option_is_one_sentence(loaded, words, arguments):
+    refused(2, words, *arguments, stdin="")
+
+
+def test_a_block_beyond_the_draft_is_one_sentence(loaded):
+    refused(1, "1 … 16", "generate", "--prompt", "x", "--block-size", 17)
+
+
+def copy_of(source, folder, **replaced):
+    """A checkpoint's folder, its files linked but for those to replace."""
+    folder.mkdir()
+    for path in source.iterdir():
+        (folder / path.name).symlink_to(path)
+    for name, content in replaced.items():
+        (folder / name).unlink()
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["target", "draft"])
+def test_a_truncated_checkpoint_is_one_sentence(kind, tmp_path):
+    source = demo_files.TARGET if kind == "target" else demo_files.DRAFT
+    part = (source / "model.safetensors").read_bytes()[:200_000]
+    bad = copy_of(source, tmp_path / "bad", **{"model.safetensors": part})
+    model = ("--model", bad) if kind == "target" else ("--model", demo_files.TARGET, "--draft", bad)
+    refused(1, "truncated", "generate", "--prompt", "x", *model)
+
+
+def test_a_foreign_tokenizer_is_one_sentence(tmp_path):
+    tokenizer = json.loads((demo_files.TARGET / "tokenizer.json").read_text())
+    other = tokenizer["added_tokens"][0] | {"id": 9000, "content": "<|other|>"}
+    tokenizer["added_tokens"].append(other)
+    bad = copy_of(
+        demo_files.TARGET, tmp_path / "bad", **{"tokenizer.json": json.dumps(tokenizer).encode()}
+    )
+    refused(1, "belongs to another model", "generate", "--prompt", "x", "--model", bad)
+
+
+def test_what_is_not_there_is_one_sentence(tmp_path, monkeypatch):
+    refused(1, "no folder", "generate", "--prompt", "x", "--model", tmp_path / "missing")
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused(1, "config.json", "generate", "--prompt", "x", "--model", empty)
+
+    def offline(*args, **kwargs):
+        raise OSError("no route")
+
+    monkeypatch.setattr(hub, "snapshot_download", offline)
+    refused(1, "cannot be downloaded", "generate", "--prompt", "x", "--model", "own/model")
+
+
+def test_draft_and_target_in_each_others_place(tmp_path):
+    model, draft = ("--model", demo_files.DRAFT), ("--draft", demo_files.TARGET)
+    refused(1, "is a DFlash draft", "generate", "--prompt", "x", *model)
+    refused(1, "is a target", "generate", "--prompt", "x", "--model", demo_files.TARGET, *draft)
+
+
+def test_our_own_faults_keep_their_traceback(monkeypatch):
+    def fault(dtype):
+        raise TypeError("unsupported operand")
+
+    monkeypatch.setattr(generate_command, "demo_pair", fault)
+    assert isinstance(run("generate", "--prompt", "x").exception, TypeError)
+
+
+def test_an_unknown_instruction_set_is_one_sentence():
+    done = subprocess.run(
+        [*COMMAND, "doctor"],
+        env=os.environ | {"DFLASH_NATIVE_ISA": "mmx"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and done.stderr.count("\n") == 1 and "mmx" in done.stderr
