@@ -295,6 +295,7 @@ def test_ctrl_c_keeps_what_was_generated(pair):
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, "generate", "--prompt", PROMPT, "--max-tokens", "4000"],
+        bufsize=0,  # communicate() would not see what a buffer read ahead
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         # A shell's background jobs ignore SIGINT, and children inherit that.

@@ -21,8 +21,7 @@ class ContextCache:
     def __init__(self, heads: int, head_dim: int, dtype: mx.Dtype, window: int | None) -> None:
         self.rows = 0
         self._keep = None if window is None else window - 1
-        self._empty = mx.zeros((1, heads, 0, head_dim), dtype=dtype)
-        self._keys = self._values = self._empty
+        self._keys = self._values = mx.zeros((1, heads, 0, head_dim), dtype=dtype)
 
     @property
     def capacity(self) -> int:

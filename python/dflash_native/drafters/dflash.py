@@ -27,7 +27,7 @@ class Attention(Module):
     """Queries from the block; keys and values from context and block by the same projections."""
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # mlx's own
+        super().__init__()
         hidden, self.head_dim = config.hidden_size, config.head_dim
         self.q_proj = Linear(hidden, config.num_attention_heads * self.head_dim, bias=False)
         self.k_proj = Linear(hidden, config.num_key_value_heads * self.head_dim, bias=False)
@@ -63,7 +63,7 @@ class MLP(Module):
     """SwiGLU."""
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # mlx's own
+        super().__init__()
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_proj = Linear(hidden, inner, bias=False)
         self.up_proj = Linear(hidden, inner, bias=False)
@@ -77,7 +77,7 @@ class Layer(Module):
     """A pre-norm layer. The context reaches its attention as it is: no norm and no convolution."""
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # mlx's own
+        super().__init__()
         self.self_attn = Attention(config)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -131,7 +131,7 @@ class DFlashModel(Module):
     """The draft's weights. Embedding table and LM head are the target's."""
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # mlx's own
+        super().__init__()
         hidden = config.hidden_size
         self.fc = Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, eps=config.rms_norm_eps)

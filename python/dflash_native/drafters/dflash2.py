@@ -18,7 +18,7 @@ class GroupedDynamicConv(Module):
     """
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # mlx's own
+        super().__init__()
         self.taps, self.group = config.conv_kernel_size, config.conv_group_size
         groups = config.hidden_size // self.group
         self.base_kernel = mx.zeros((2, self.taps, config.hidden_size))
@@ -50,7 +50,7 @@ class CandidateSelector(Module):
     """Chooses a path through every slot's best candidates by the scores of slots and steps."""
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # mlx's own
+        super().__init__()
         self.top_k = config.selector_top_k
         codebook = (config.vocab_size, config.selector_rank)
         self.predecessor_codebook = mx.zeros(codebook)
