@@ -13,7 +13,7 @@ from .tape import Tape
 if TYPE_CHECKING:
     from .cache import Cache
     from .drafters import DFlashDrafter, Drafter, DraftSession
-    from .generate import GenerationResponse, generate, stream_generate
+    from .generation import GenerationResponse, generate, stream_generate
     from .hub import load, load_demo, load_drafter
     from .session import Round, Session, Stats
     from .targets import Target
@@ -27,16 +27,16 @@ _HOMES = {
     "DFlashDrafter": "drafters",
     "DraftSession": "drafters",
     "Drafter": "drafters",
-    "GenerationResponse": "generate",
+    "GenerationResponse": "generation",
     "Round": "session",
     "Session": "session",
     "Stats": "session",
     "Target": "targets",
-    "generate": "generate",
+    "generate": "generation",
     "load": "hub",
     "load_demo": "hub",
     "load_drafter": "hub",
-    "stream_generate": "generate",
+    "stream_generate": "generation",
 }
 """Names that are imported when they are first used: whoever wants `ops` need not load mlx-lm."""
 

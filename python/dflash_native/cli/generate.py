@@ -12,7 +12,7 @@ from typing import Any, cast
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from ..generate import GenerationResponse, stream_generate
+from ..generation import GenerationResponse, stream_generate
 from .console import INTERRUPTED, OptionError, check_block_size, err
 from .loading import demo_pair, known_draft, named_pair
 

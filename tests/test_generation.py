@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
 import dflash_native
 from dflash_native import demo
-from dflash_native.generate import REFUSED, generate, stream_generate
+from dflash_native.generation import REFUSED, generate, stream_generate
 from dflash_native.session import Session
 from dflash_native.targets import Target
 from scripted import ScriptedDrafter
