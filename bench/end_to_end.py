@@ -6,8 +6,8 @@
 Every prompt is run by every contender in turn, in an order that turns with each repeat, so that the
 machine's moods hit all alike. Figures are tokens a second after the prompt was read (mlx-lm's
 `generation_tps`); ratios are those of each prompt's own pair, their median with the 10th and 90th
-percentile. The tokens are compared with those of mlx-lm, the sha256 of all of them is printed, and end
-tokens are respected.
+percentile. The tokens are compared with those of mlx-lm, the sha256 of all of them is printed, and
+end tokens are respected.
 """
 
 from __future__ import annotations
@@ -126,7 +126,10 @@ def main() -> None:
         print()
         return
     print(" ".join(f"{key}={value}" for key, value in head.items()))
-    print(f"{'':17} {'tok/s':>7} {'x mlx-lm':>9} {'(10..90 %)':>13} {'tok/round':>9} {'equal':>6}  sha256")
+    print(
+        f"{'':17} {'tok/s':>7} {'x mlx-lm':>9} {'(10..90 %)':>13} "
+        f"{'tok/round':>9} {'equal':>6}  sha256"
+    )
     for line in lines:
         spread = f"({line['ratio_low']:.2f}..{line['ratio_high']:.2f})"
         equal = f"{line['equal_to_mlx_lm']}/{len(prompts)}"

@@ -3,9 +3,10 @@
     python bench/gated_delta.py [--inputs 1 16] [--repeats 50] [--json]
 
 For Hk 16, Hv 32, Dk = Dv = 128, bf16 activations, fp32 state. Each line is checked against
-`dflash_native.reference` before it is timed. Variants are interleaved round by round; a figure is the
-median of the rounds, the spread their 10th to 90th percentile. A round queues `--queue` independent
-calls in one evaluation, so that launching is not what is measured; `launch` is one call by itself.
+`dflash_native.reference` before it is timed. Variants are interleaved round by round; a figure is
+the median of the rounds, the spread their 10th to 90th percentile. A round queues `--queue`
+independent calls in one evaluation, so that launching is not what is measured; `launch` is one call
+by itself.
 
 Bytes are the fewest that the operation must move: each input read once, each output written once.
 `copy` moves the same bytes: it reads and writes half of them.
@@ -168,7 +169,8 @@ def main() -> None:
         return
     print(" ".join(f"{key}={value}" for key, value in head.items()))
     print(
-        f"{'operation':30} {'T':>3} {'ms':>8} {'(10..90 %)':>18} {'one call':>9} {'MB':>6} {'GB/s':>7}"
+        f"{'operation':30} {'T':>3} {'ms':>8} {'(10..90 %)':>18} "
+        f"{'one call':>9} {'MB':>6} {'GB/s':>7}"
     )
     for line in lines:
         spread = f"({line['ms_low']:.3f}..{line['ms_high']:.3f})"

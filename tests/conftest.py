@@ -1,7 +1,7 @@
 """Every kernel test runs on the backends that are present: the CPU, and a GPU where MLX sees one.
 
-`python -m tests.metal mock python -m pytest ...` runs them on the mock Metal device instead, which MLX
-takes for the CPU and which behaves as a GPU.
+`python -m tests.metal mock python -m pytest ...` runs them on the mock Metal device instead, which
+MLX takes for the CPU and which behaves as a GPU.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ class ScriptedDrafter:
     once, in order, and have the target's width; `pending` is the token at `position`.
     """
 
-    def __init__(self, answer, max_drafts=15, spoil=0.3, seed=0, tap_layers=(0, 2), context=None):
+    def __init__(self, answer, max_drafts=15, spoil=0.3, seed=0, tap_layers=(0, 2), context=None, sound=True):
         self.answer = list(answer)
         """Prompt and plain continuation."""
         self.max_drafts = max_drafts
@@ -24,6 +24,8 @@ class ScriptedDrafter:
         self.seed = seed
         self.tap_layers = tuple(tap_layers)
         self.context_rows = context
+        self.sound = sound
+        """What its sessions say of their first logits."""
 
     def begin(self, target: Target) -> ScriptedSession:
         return ScriptedSession(self, target)
@@ -33,6 +35,7 @@ class ScriptedSession:
     def __init__(self, drafter, target):
         self.drafter, self.target = drafter, target
         self.random = random.Random(drafter.seed)
+        self.finite = None
         self.next = None
         self.first = None
         self.taps = []
@@ -51,6 +54,7 @@ class ScriptedSession:
         assert self.next is None or self.next == position
         draft = self.drafter.answer[position + 1 : position + 1 + count]
         draft += [0] * (count - len(draft))
+        self.finite = mx.array(self.drafter.sound)
         vocab = self.target.vocab_size
         for i in range(count):
             if self.random.random() < self.drafter.spoil:

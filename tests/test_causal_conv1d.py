@@ -34,8 +34,8 @@ def test_conv_gives_what_the_reference_gives(backend, shape, dtype):
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("taps", [2, 4])
 def test_every_width_adds_the_taps_in_the_order_of_one(backend, dtype, taps):
-    """C1. Elsewhere a block's conv differed by one unit from the T = 1 conv, and the recurrence made a
-    flipped argmax of it after some 400 tokens. 600 positions, blocks of 1, 5, 16 and 600.
+    """C1. Elsewhere a block's conv differed by one unit from the T = 1 conv, and the recurrence
+    made a flipped argmax of it after some 400 tokens. 600 positions, blocks of 1, 5, 16 and 600.
     """
     x, weight, window = conv_inputs(2, 600, 96, taps, dtype)
     whole = ops.causal_conv1d_verify(x, weight, window)

@@ -186,7 +186,8 @@ def test_a_draft_in_bf16_or_cast_to_fp32(target, tmp_path):
         session = drafter.begin(target)
         session.extend(taps_of(target, tokens(20)), 0)
         blocks.append(block_of(session, tokens(1), 20))
-        assert session.finite(tokens(1), 20).item()
+        session.propose(tokens(1), 20, 3)
+        assert session.finite.item()
         assert {a.dtype for a in session.arrays()} == {drafter.model.dtype}
     assert blocks[0].dtype == mx.bfloat16
     assert 1e-4 < mx.abs(blocks[0] - blocks[1]).mean().item() < 0.1

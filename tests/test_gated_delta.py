@@ -53,7 +53,9 @@ def test_verify_gives_what_the_reference_gives(backend, shape, dtype, vector):
 @pytest.mark.parametrize("dtype", DTYPES, ids=name)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_any_width_has_the_bits_of_single_steps(backend, shape, dtype, vector):
-    """C1: one call of T inputs, the calls of any split of it, and T calls of one give one result."""
+    """C1: one call of T inputs, the calls of any split of it, and T calls of one give
+    one result.
+    """
     inputs, state = gated_delta(*shape, dtype, vector)
     T = shape[1]
     y, tape, _ = ops.gated_delta_verify(*inputs, state)
@@ -271,8 +273,8 @@ def test_a_foreign_tape_is_refused():
     state = arguments["state"]
     with pytest.raises(ValueError, match=r"tape.delta of shape \(2, 3, 4, 8\)"):
         ops.gated_delta_replay(state, Tape(g, k, delta[..., :4]), [0, 0])
-    with pytest.raises(ValueError, match="tape.delta in float32 but got float16"):
+    with pytest.raises(ValueError, match=r"tape\.delta in float32 but got float16"):
         ops.gated_delta_replay(state, Tape(g, k, delta.astype(mx.float16)), [0, 0])
     half = Tape(g, k.astype(mx.float16), delta)
-    with pytest.raises(ValueError, match="tape.k in float32 but got float16"):
+    with pytest.raises(ValueError, match=r"tape\.k in float32 but got float16"):
         ops.gated_delta_verify(**arguments, tape=half, keep=[0, 0])

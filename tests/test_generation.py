@@ -1,4 +1,6 @@
-"""`generate` and `stream_generate`: mlx-lm's shape, and the end of a text at any place in a block."""
+"""`generate` and `stream_generate`: mlx-lm's shape, and the end of a text at any place
+in a block.
+"""
 
 from __future__ import annotations
 

@@ -40,7 +40,8 @@ def test_the_installation_has_its_native_and_data_files(distribution):
 def test_it_imports_from_another_folder(distribution, tmp_path):
     program = (
         "import dflash_native, mlx.core as mx;"
-        "print(dflash_native.ops.conv_window(mx.zeros((1,3,4)), mx.ones((1,2,4)), [2]).sum().item())"
+        "window = dflash_native.ops.conv_window(mx.zeros((1,3,4)), mx.ones((1,2,4)), [2]);"
+        "print(window.sum().item())"
     )
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
@@ -63,7 +64,8 @@ def test_the_operations_do_not_load_mlx_lm():
 
 def test_another_mlx_is_refused_with_both_versions_and_the_repair():
     """Measured elsewhere: another pair imports, and then every call fails with "incompatible"."""
-    with pytest.raises(ImportError, match=r"built for mlx 0\.31\.2 but mlx 9\.9 .*pip install mlx=="):
+    message = r"built for mlx 0\.31\.2 but mlx 9\.9 .*pip install mlx=="
+    with pytest.raises(ImportError, match=message):
         _native.check_versions("0.31.2", "9.9")
     _native.check_versions(mx.__version__, mx.__version__)
     assert _native.extension.MLX_VERSION == mx.__version__

@@ -1,4 +1,6 @@
-"""Random sessions of the recurrence and the conv window, compared with single steps after each round."""
+"""Random sessions of the recurrence and the conv window, compared with single steps
+after each round.
+"""
 
 from __future__ import annotations
 

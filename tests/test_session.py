@@ -1,8 +1,11 @@
-"""The loop: what it emits, and that every cache belongs to one position after whatever happens (C3)."""
+"""The loop: what it emits, and that every cache belongs to one position
+after whatever happens (C3).
+"""
 
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import mlx.core as mx
 import pytest
@@ -106,7 +109,9 @@ class Recorder:
 
 
 def compare_model(session):
-    """The whole model over the committed prefix from nothing: logits and KV rows within rounding."""
+    """The whole model over the committed prefix from nothing: logits and KV rows
+    within rounding.
+    """
     target, cache = session.target, session.cache
     committed = session.tokens[:-1]
     assert cache.lengths == [len(committed)]
@@ -152,7 +157,7 @@ def test_speculation_emits_the_tokens_of_plain_decoding(target, block_size, spoi
         assert stats.tokens_per_round == block_size
     if spoil == 1.0:
         assert stats.accepted == 0 and stats.rounds == emitted
-    spoilt = answer[:20] + [(answer[20] + 1) % VOCAB] + answer[21:]
+    spoilt = [*answer[:20], (answer[20] + 1) % VOCAB, *answer[21:]]
     assert session.tokens != spoilt[: len(session.tokens)]  # the control
 
 
@@ -225,9 +230,7 @@ def test_prefill_in_chunks_of_any_size(hybrid, step):
     session = Session(hybrid, ScriptedDrafter(answer, spoil=0.2), prefill_step_size=step)
     session.prefill(prompt, progress=lambda *done: calls.append(done))
     assert calls[0] == (0, 32) and calls[-1] == (32, 32)
-    assert [b[0] - a[0] for a, b in zip(calls, calls[1:], strict=False)][:-1] == [step] * (
-        len(calls) - 2
-    )
+    assert [b[0] - a[0] for a, b in pairwise(calls)][:-1] == [step] * (len(calls) - 2)
     assert session.tokens == prompt and session.pending == prompt[-1]
     session.round()
     assert session.tokens == answer[: len(session.tokens)]
@@ -397,6 +400,16 @@ def test_a_second_turn_continues_from_the_pending_token(target):
     assert continued == plain(target, spoken + second, 8)[-8:]
 
 
+def test_a_draft_whose_logits_are_not_finite_is_refused(hybrid):
+    """A draft cast to fp16 proposed noise, elsewhere, and low acceptance was all that showed it."""
+    session = Session(hybrid, ScriptedDrafter(prompt_of(40), sound=False))
+    session.prefill(prompt_of(5))
+    with pytest.raises(ValueError, match="expected finite draft logits"):
+        session.round()
+    assert session.round(limit=1).drafts == []  # plain rounds go on
+    compare_model(session)
+
+
 def test_rewind_is_for_the_last_round_only(hybrid):
     prompt = prompt_of(6)
     answer = plain(hybrid, prompt, 60)
@@ -429,7 +442,7 @@ def test_bad_arguments_are_refused(hybrid):
         session.prefill([])
     with pytest.raises(ValueError, match=f"0 … {VOCAB - 1} .the target's vocabulary. but got 500"):
         session.prefill([1, 500])
-    with pytest.raises(ValueError, match="expected token ids but got mlx.core.float32"):
+    with pytest.raises(ValueError, match=r"expected token ids but got mlx\.core\.float32"):
         session.prefill(mx.array([1.0]))
     session.prefill(mx.array([1, 2]))
     with pytest.raises(ValueError, match="limit of at least 1 but got 0"):

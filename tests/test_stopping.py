@@ -36,7 +36,9 @@ def feed(texts, tokens, stop=(), eos=(), max_tokens=-1):
 
 
 def test_the_first_stop_position_within_the_budget_wins():
-    """Reported elsewhere: [10, 11, STOP, 20, 21, 22] with a budget of 5 ended at 5, or by length."""
+    """Reported elsewhere: [10, 11, STOP, 20, 21, 22] with a budget of 5 ended at 5,
+    or by length.
+    """
     texts = {10: "a", 11: "b", 99: "", 20: "c", 21: "d", 22: "e"}
     block = [10, 11, 99, 20, 21, 22]
     assert feed(texts, block, eos={99}, max_tokens=5) == ("ab", "stop", 3)

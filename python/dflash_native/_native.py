@@ -8,6 +8,8 @@ from types import ModuleType
 
 import mlx.core as mx
 
+MLX_VERSION: str = vars(mx)["__version__"]  # mlx's stubs do not declare it
+
 NANOBIND_OF_MLX = "3.1.0"
 """The nanobind that mlx 0.32.4 was built with; another one has another type registry."""
 
@@ -16,9 +18,9 @@ def check_versions(built_for: str, running: str) -> None:
     """Raises ImportError unless the extension's mlx is the one that runs."""
     if built_for != running:
         raise ImportError(
-            f"dflash_native was built for mlx {built_for} but mlx {running} is installed, and mlx's "
-            f"C++ ABI changes between versions. Repair: pip install mlx=={built_for}, or build "
-            f"dflash-native again for mlx {running}."
+            f"dflash_native was built for mlx {built_for} but mlx {running} is installed, and "
+            f"mlx's C++ ABI changes between versions. Repair: pip install mlx=={built_for}, or "
+            f"build dflash-native again for mlx {running}."
         )
 
 
@@ -30,9 +32,10 @@ def check_round_trip(extension: ModuleType) -> None:
         same = False
     if not same:
         raise ImportError(
-            f"dflash_native was built with nanobind {extension.NANOBIND_VERSION}, which does not share "
-            f"types with mlx {mx.__version__} (built with nanobind {NANOBIND_OF_MLX}). Repair: pip "
-            f"install --force-reinstall --no-cache-dir dflash-native mlx=={extension.MLX_VERSION}."
+            f"dflash_native was built with nanobind {extension.NANOBIND_VERSION}, which does not "
+            f"share types with mlx {MLX_VERSION} (built with nanobind {NANOBIND_OF_MLX}). Repair: "
+            f"pip install --force-reinstall --no-cache-dir dflash-native "
+            f"mlx=={extension.MLX_VERSION}."
         )
 
 
@@ -42,10 +45,10 @@ def load() -> ModuleType:
         extension = importlib.import_module("dflash_native._ext")
     except ImportError as error:
         raise ImportError(
-            f"dflash_native's extension does not load with mlx {mx.__version__}: {error}. Repair: pip "
-            "install --force-reinstall --no-cache-dir dflash-native."
+            f"dflash_native's extension does not load with mlx {MLX_VERSION}: {error}. Repair: "
+            "pip install --force-reinstall --no-cache-dir dflash-native."
         ) from error
-    check_versions(extension.MLX_VERSION, mx.__version__)
+    check_versions(extension.MLX_VERSION, MLX_VERSION)
     check_round_trip(extension)
     return extension
 

@@ -18,7 +18,9 @@ from .targets import Target
 REFUSED = {
     "sampler": "decoding is greedy in this version",
     "logits_processors": "decoding is greedy in this version",
-    "prompt_cache": "mlx-lm's caches cannot hold a tape; pass session= to go on with a conversation",
+    "prompt_cache": (
+        "mlx-lm's caches cannot hold a tape; pass session= to go on with a conversation"
+    ),
     "max_kv_size": "a rotating cache cannot be rolled back",
     "kv_bits": "a quantised KV cache is not supported",
     "kv_group_size": "a quantised KV cache is not supported",
@@ -89,16 +91,16 @@ def stream_generate(
         drafter: proposes blocks; None decodes plainly through the same operations.
         block_size: inputs of a verify (default: the drafter's block).
         stop: one or more texts that end the generation; they are not shown.
-        session: an open session to go on with (a chat's next turn). It stays open, at the last token
-            that was delivered; otherwise a session is made and closed.
+        session: an open session to go on with (a chat's next turn). It stays open, at the last
+            token that was delivered; otherwise a session is made and closed.
         prefill_step_size, prompt_progress_callback: as in mlx-lm.
         draft_model, num_draft_tokens: mlx-lm's names for `drafter` and `block_size - 1`.
 
     Whatever ends the loop (an end token, a stop string, the budget, an exception or a `close()` of
     this generator), the session ends just before the last delivered token, which is pending.
 
-    Raises ValueError for an argument of mlx-lm's that is refused (`REFUSED` says why), TypeError for an
-    unknown one.
+    Raises ValueError for an argument of mlx-lm's that is refused (`REFUSED` says why), TypeError
+    for an unknown one.
     """
     _check_others(others)
     tokenizer = _wrapped(tokenizer)
@@ -186,7 +188,10 @@ def generate(
     verbose: bool = False,
     **kwargs: Any,
 ) -> str:
-    """The whole text; arguments as for `stream_generate`. With `verbose` it is printed as it comes."""
+    """The whole text; arguments as for `stream_generate`.
+
+    With `verbose` it is printed as it comes.
+    """
     text = ""
     response = None
     for response in stream_generate(model, tokenizer, prompt, **kwargs):

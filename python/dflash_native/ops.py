@@ -1,18 +1,18 @@
 """The operations of verify and rollback.
 
-Shapes: B batch, T inputs of this call, Hk and Hv key and value heads (Hv a multiple of Hk), Dk and Dv
-head dims (Dk a multiple of 32 up to 256), C channels, K taps. Activations are fp32, fp16 or bf16;
-state, decay, beta and innovations are fp32. The recurrence, per value head, with key head
+Shapes: B batch, T inputs of this call, Hk and Hv key and value heads (Hv a multiple of Hk), Dk and
+Dv head dims (Dk a multiple of 32 up to 256), C channels, K taps. Activations are fp32, fp16 or
+bf16; state, decay, beta and innovations are fp32. The recurrence, per value head, with key head
 `hk = hv // (Hv // Hk)` (gated delta rule, arXiv:2412.06464, eq. 10):
 
     delta_t = beta_t (v_t - g_t S_{t-1} k_t),   S_t = g_t S_{t-1} + delta_t k_t^T,   y_t = S_t q_t
 
 Callers normalise q and k and fold the scale into q; no operation applies one.
 
-The bits of row i of a result depend on row i's inputs and on the history before them, never on T, on B
-or on other rows. Operations are lazy and run on `stream` (default: MLX's). Each raises ValueError where
-a shape, a dtype or a host value is wrong. Values on the device (`keep`, `lengths`) out of range raise at
-evaluation on the CPU and fill their row with NaN on a GPU.
+The bits of row i of a result depend on row i's inputs and on the history before them, never on T,
+on B or on other rows. Operations are lazy and run on `stream` (default: MLX's). Each raises
+ValueError where a shape, a dtype or a host value is wrong. Values on the device (`keep`, `lengths`)
+out of range raise at evaluation on the CPU and fill their row with NaN on a GPU.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def gated_delta_verify(
 ) -> tuple[mx.array, Tape, mx.array]:
     """Runs T inputs without committing them, and records the tape that can commit any prefix.
 
-    With the previous call's `tape` and `keep`, those inputs are replayed first, in registers, and the
-    state after them is the new checkpoint: a round reads and writes the state once.
+    With the previous call's `tape` and `keep`, those inputs are replayed first, in registers, and
+    the state after them is the new checkpoint: a round reads and writes the state once.
 
     Args:
         q, k: [B, T, Hk, Dk].
@@ -105,8 +105,8 @@ def gated_delta_verify(
         state: [B, Hv, Dv, Dk], fp32: the previous checkpoint, or the state where there is no tape.
         tape: what the previous verify recorded; given with `keep` or not at all.
         keep: [B], inputs of `tape` to commit, 0 .. its T.
-        mask: [B, T] bool. A masked input gives y = 0 and delta = 0, leaves the state's bits alone and
-            is skipped by replay.
+        mask: [B, T] bool. A masked input gives y = 0 and delta = 0, leaves the state's bits alone
+            and is skipped by replay.
 
     Returns:
         y [B, T, Hv, Dv] in v's dtype; the tape of this call; the checkpoint before its inputs
@@ -148,7 +148,8 @@ def gated_delta_replay(
     *,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
-    """The state after the first `keep[b]` inputs of `tape`: bit for bit that of as many single steps.
+    """The state after the first `keep[b]` inputs of `tape`: bit for bit that of as many
+    single steps.
 
     Args:
         state: [B, Hv, Dv, Dk] fp32, the checkpoint that the tape's call started from.

@@ -1,7 +1,8 @@
 """Plain-MLX oracles, one for each operation: fp32, a loop over time, no kernel.
 
-Every kernel is compared to these. They follow the definitions word for word and are slow on purpose.
-The recurrence is that of "Gated Delta Networks" (Yang, Kautz, Hatamizadeh, arXiv:2412.06464), eq. 10.
+Every kernel is compared to these. They follow the definitions word for word and are slow on
+purpose. The recurrence is that of "Gated Delta Networks" (Yang, Kautz, Hatamizadeh,
+arXiv:2412.06464), eq. 10.
 """
 
 from __future__ import annotations
@@ -28,7 +29,15 @@ def gated_delta_gates(
     return g, mx.sigmoid(_f32(b))
 
 
-def _recurrence(q, k, v, g, beta, state, mask):
+def _recurrence(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    g: mx.array,
+    beta: mx.array,
+    state: mx.array,
+    mask: mx.array | None,
+) -> tuple[mx.array, mx.array, mx.array]:
     repeats = v.shape[2] // k.shape[2]
     dtype = v.dtype
     q, k, v = (_f32(x) for x in (q, k, v))

@@ -6,9 +6,9 @@
             tokens = session.round().tokens
 
 The *pending* token is the newest committed one. It is in no cache yet and is input 0 of the next
-round. A round verifies it with K drafts after it; of the 1 + K inputs as many are kept as tokens were
-emitted, so whoever stops inside a block calls `rewind` and everything ends just before the last
-emitted token, which is pending.
+round. A round verifies it with K drafts after it; of the 1 + K inputs as many are kept as tokens
+were emitted, so whoever stops inside a block calls `rewind` and everything ends just before the
+last emitted token, which is pending.
 """
 
 from __future__ import annotations
@@ -102,12 +102,12 @@ class Session:
     Args:
         target: what decides about every token.
         drafter: proposes; None decodes plainly, through the same operations.
-        block_size: inputs of a verify, 1 … the drafter's `max_drafts` + 1 (the default). The drafter
-            runs at its own block in any case and its proposals are cut.
+        block_size: inputs of a verify, 1 … the drafter's `max_drafts` + 1 (the default). The
+            drafter runs at its own block in any case and its proposals are cut.
         prefill_step_size: most inputs of one prefill call, as in mlx-lm.
 
-    Greedy: every emitted token is the target's argmax, the lowest id where two are equal. Not for two
-    threads at once. Raises ValueError where drafter and target do not fit.
+    Greedy: every emitted token is the target's argmax, the lowest id where two are equal. Not for
+    two threads at once. Raises ValueError where drafter and target do not fit.
     """
 
     def __init__(
@@ -173,9 +173,9 @@ class Session:
         """Commit `tokens` after what there is; the last one stays pending.
 
         A second prefill (a chat's next turn) feeds the pending token and then the new ones.
-        `progress(done, total)` is called before the first chunk and after each. Raises ValueError for
-        an empty prompt and for ids outside the vocabulary. After an exception from `progress` the
-        session holds the part that was done.
+        `progress(done, total)` is called before the first chunk and after each. Raises ValueError
+        for an empty prompt and for ids outside the vocabulary. After an exception from `progress`
+        the session holds the part that was done.
         """
         self._check_open()
         new = _token_list(tokens, self.target.vocab_size)
@@ -210,8 +210,8 @@ class Session:
     def round(self, limit: int | None = None) -> Round:
         """Draft, verify, accept. Emits 1 … block_size tokens, at most `limit`.
 
-        The host waits for the device once. If anything raises, the round is taken back, or its result
-        is kept for the next call: the session stays as it was.
+        The host waits for the device once. If anything raises, the round is taken back, or its
+        result is kept for the next call: the session stays as it was.
         """
         self._check_open()
         if not self.tokens:
@@ -227,7 +227,12 @@ class Session:
         try:
             if self._draft is None and limit != 1 and not verify.committed:
                 self._queue_after(verify)
-            accepted, *rest = self._read(verify.read)
+            sound, accepted, *rest = self._read(verify.read)
+            if not sound:
+                raise ValueError(
+                    "[Session] expected finite draft logits in the first block but got NaN or "
+                    "infinity: the draft's weights or its dtype are broken."
+                )
         except BaseException:
             if not verify.committed:
                 self._abandon()
@@ -265,7 +270,10 @@ class Session:
         self._cache.eval()
 
     def close(self) -> None:
-        """Flush, and end the session; `tokens`, `stats` and `cache` stay readable. Safe to repeat."""
+        """Flush, and end the session; `tokens`, `stats` and `cache` stay readable.
+
+        Safe to repeat.
+        """
         if not self._closed:
             self.flush()
             self._draft = None
@@ -276,6 +284,8 @@ class Session:
         position = self._cache.lengths[0]
         if self._draft is not None and count > 0:
             drafts = self._draft.propose(pending, position, count)
+            finite = self._draft.finite
+            sound = mx.array([1]) if finite is None else finite.astype(mx.int32).reshape(1)
             mx.async_eval(drafts)  # the device drafts while the host builds the verify
             block = mx.concatenate([pending, drafts], axis=1)
         else:
@@ -287,10 +297,10 @@ class Session:
             logits = self.target.logits(hidden)
             choice = mx.argmax(logits, axis=-1).astype(mx.int32)
             if drafts is None:
-                read = mx.concatenate([mx.zeros((1,), dtype=mx.int32), choice[0]])
+                read = mx.concatenate([mx.array([1, 0], dtype=mx.int32), choice[0]])
             else:
                 agreed = mx.cumprod((choice[:, :-1] == drafts).astype(mx.int32), axis=1)
-                read = mx.concatenate([agreed.sum(axis=1), drafts[0], choice[0]])
+                read = mx.concatenate([sound, agreed.sum(axis=1), drafts[0], choice[0]])
         except BaseException:
             self._take_back()
             raise
@@ -332,7 +342,9 @@ class Session:
             self._cache.commit([0])
 
     def _context_rows(self, left: int, count: int) -> int:
-        """Of a chunk of `count` with `left` inputs to go, the newest rows that the draft can use."""
+        """Of a chunk of `count` with `left` inputs to go, the newest rows that the draft can
+        use.
+        """
         if self.drafter is None:
             return 0
         window = self.drafter.context_rows
@@ -354,7 +366,7 @@ def _token_list(tokens: Sequence[int] | mx.array, vocab_size: int) -> list[int]:
     outside = [token for token in ids if not 0 <= token < vocab_size]
     if outside:
         raise ValueError(
-            f"[prefill] expected token ids in 0 … {vocab_size - 1} (the target's vocabulary) but got "
-            f"{outside[0]}: is the tokenizer the target's?"
+            f"[prefill] expected token ids in 0 … {vocab_size - 1} (the target's vocabulary) "
+            f"but got {outside[0]}: is the tokenizer the target's?"
         )
     return ids

@@ -12,8 +12,8 @@ class TextStream:
     """Turns tokens into text segments, holding back what may become a stop string.
 
     Args:
-        detokenizer: a fresh streaming detokenizer of mlx-lm (`tokenizer.detokenizer`); it holds back
-            the bytes of an unfinished character.
+        detokenizer: a fresh streaming detokenizer of mlx-lm (`tokenizer.detokenizer`); it holds
+            back the bytes of an unfinished character.
         stop: texts that end the generation; they and what follows are never shown.
     """
 

@@ -209,6 +209,8 @@ class DFlashSession:
         self.max_drafts = drafter.max_drafts
         self.position = 0
         """The next position to come: as many positions are committed."""
+        self.finite: mx.array | None = None
+        """Whether the first proposal's logits were all finite, lazy. None before it."""
         self._caches = [
             ContextCache(config.num_key_value_heads, config.head_dim, dtype, config.window(layer))
             for layer in range(config.num_hidden_layers)
@@ -293,18 +295,11 @@ class DFlashSession:
             )
         hidden = self.model.norm(self.hidden(pending, position)[:, 1 : 1 + count])
         logits = self.logits(hidden)
+        if self.finite is None:
+            self.finite = mx.all(mx.isfinite(logits))
         if self.config.is_dflash2:
             return self.model.candidate_selector.greedy(hidden, logits, pending)
         return mx.argmax(logits, axis=-1).astype(mx.int32)
-
-    def finite(self, pending: mx.array, position: int) -> mx.array:
-        """Lazy bool []: whether every logit of a proposal at `position` is finite.
-
-        Costs one pass and changes no later proposal. False means that weights or a dtype broke the
-        draft: its proposals are then noise, and nothing else shows it.
-        """
-        hidden = self.model.norm(self.hidden(pending, position)[:, 1:])
-        return mx.all(mx.isfinite(self.logits(hidden)))
 
     def arrays(self) -> list[mx.array]:
         """Every array of this session's state, for `mx.eval`."""

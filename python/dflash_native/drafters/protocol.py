@@ -28,6 +28,9 @@ class TargetLike(Protocol):
 class DraftSession(Protocol):
     """A drafter's state for one request. Every call is lazy: nothing here waits for the device."""
 
+    finite: mx.array | None
+    """Bool [], lazy: whether the first proposal's logits were all finite. None before it."""
+
     def extend(self, taps: mx.array, position: int) -> None:
         """Append committed context.
 

@@ -161,7 +161,7 @@ def _check_supported(model: Module, text: Module) -> None:
             "[Target] expected the whole model in one process but it is one stage of a pipeline "
             f"of {text.model.pipeline_size}"
         )
-    for path, module in model.named_modules():  # type: ignore[no-untyped-call]  # mlx's own
+    for path, module in model.named_modules():
         kind = type(module).__name__
         if kind in SHARDED_LAYERS or getattr(module, "sharding_group", None) is not None:
             raise ValueError(
