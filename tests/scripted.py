@@ -16,7 +16,9 @@ class ScriptedDrafter:
     once, in order, and have the target's width; `pending` is the token at `position`.
     """
 
-    def __init__(self, answer, max_drafts=15, spoil=0.3, seed=0, tap_layers=(0, 2), context=None, sound=True):
+    def __init__(
+        self, answer, max_drafts=15, spoil=0.3, seed=0, tap_layers=(0, 2), context=None, sound=True
+    ):
         self.answer = list(answer)
         """Prompt and plain continuation."""
         self.max_drafts = max_drafts

@@ -59,3 +59,8 @@ def test_instruction_sets_and_thread_counts_give_the_same_bits():
 def test_an_instruction_set_that_is_not_there_is_refused():
     with pytest.raises(AssertionError, match=r"\[DFLASH_NATIVE_ISA\] expected an instruction set"):
         run(DFLASH_NATIVE_ISA="sparc")
+    for threads in ("0", "-3", "two", "99999", ""):
+        with pytest.raises(
+            AssertionError, match=r"\[DFLASH_NATIVE_NUM_THREADS\] expected a number"
+        ):
+            run(DFLASH_NATIVE_NUM_THREADS=threads)

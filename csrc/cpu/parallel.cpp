@@ -5,8 +5,9 @@
 #include <cstdlib>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
+#include <string>
 #include <thread>
-#include <vector>
 
 #if !defined(_WIN32)
 #include <unistd.h>
@@ -14,6 +15,8 @@
 
 namespace dflash::cpu {
 namespace {
+
+constexpr int kMostThreads = 1024;
 
 class Pool {
  public:
@@ -87,8 +90,17 @@ Pool& pool() {
 int threads() {
   static const int count = [] {
     const char* wanted = std::getenv("DFLASH_NATIVE_NUM_THREADS");
-    const int asked = wanted ? std::atoi(wanted) : 0;
-    return asked > 0 ? asked : std::max(1, int(std::thread::hardware_concurrency()));
+    if (!wanted) {
+      return std::max(1, int(std::thread::hardware_concurrency()));
+    }
+    char* end = nullptr;
+    const long asked = std::strtol(wanted, &end, 10);
+    if (end == wanted || *end || asked < 1 || asked > kMostThreads) {
+      throw std::invalid_argument(
+          "[DFLASH_NATIVE_NUM_THREADS] expected a number in 1 .. " + std::to_string(kMostThreads) +
+          " but got \"" + wanted + "\".");
+    }
+    return int(asked);
   }();
   return count;
 }

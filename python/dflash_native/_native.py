@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.metadata
 from types import ModuleType
 
 import mlx.core as mx
