@@ -44,14 +44,15 @@ mx::array causal_conv1d_verify(
         {"causal_conv1d.h"},
         {"x", "weight", "window"},
         {"out"},
-        "const int channel = blockIdx.x * blockDim.x + threadIdx.x;\n"
-        "if (channel < C) causal_conv1d<T>(x, weight, window, out, x_shape[1], C, K, channel,"
-        " int(blockIdx.y), int(blockIdx.z));\n",
+        "const int channel = blockIdx.y * blockDim.y + threadIdx.y;\n"
+        "const int t = blockIdx.x % x_shape[1], b = blockIdx.x / x_shape[1];\n"
+        "if (channel < C)"
+        " causal_conv1d<T>(x, weight, window, out, x_shape[1], C, K, channel, t, b);\n",
         operands,
         {x.shape()},
         {x.dtype()},
-        {channels, x.shape(1), x.shape(0)},
-        {128, 1, 1},
+        {x.shape(0) * x.shape(1), channels, 1},  // y and z end at 65,535
+        {1, 128, 1},
         {{"T", x.dtype()}, {"C", channels}, {"K", taps}},
         stream)[0];
   }
@@ -76,14 +77,15 @@ mx::array conv_window(
         {"causal_conv1d.h"},
         {"window", "x", "keep"},
         {"out"},
-        "const int channel = blockIdx.x * blockDim.x + threadIdx.x;\n"
-        "if (channel < C) conv_window<T>(window, x, keep, out, x_shape[1], C, K, channel,"
-        " int(blockIdx.y), int(blockIdx.z));\n",
+        "const int channel = blockIdx.y * blockDim.y + threadIdx.y;\n"
+        "const int row = blockIdx.x % (K - 1), b = blockIdx.x / (K - 1);\n"
+        "if (channel < C)"
+        " conv_window<T>(window, x, keep, out, x_shape[1], C, K, channel, row, b);\n",
         operands,
         {window.shape()},
         {window.dtype()},
-        {x.shape(2), window.shape(1), x.shape(0)},
-        {128, 1, 1},
+        {x.shape(0) * window.shape(1), x.shape(2), 1},
+        {1, 128, 1},
         {{"T", x.dtype()}, {"C", x.shape(2)}, {"K", window.shape(1) + 1}},
         stream)[0];
   }
@@ -105,8 +107,8 @@ void CausalConv1d::run_cpu(const std::vector<mx::array>& inputs, std::vector<mx:
       .taps = inputs[2].shape(1) + 1,
       .type = cpu_type(x.dtype())};
   const size_t work = x.size() * (args.taps + 16);
-  cpu::dispatch(stream(), [args, work] {
-    cpu::share(work, [&](int part, int parts) { cpu::kernels().causal_conv1d(args, part, parts); });
+  cpu::dispatch(stream(), outputs, [args, work, run = cpu::kernels().causal_conv1d] {
+    cpu::share(work, [&](int part, int parts) { run(args, part, parts); });
   });
 }
 
@@ -117,6 +119,7 @@ void ConvWindow::run_cpu(const std::vector<mx::array>& inputs, std::vector<mx::a
   const size_t bytes = window.itemsize() * window.shape(2);
   cpu::dispatch(
       stream(),
+      outputs,
       [batch,
        rows,
        given,

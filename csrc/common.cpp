@@ -1,5 +1,7 @@
 #include "common.h"
 
+#include <limits>
+
 #include "mlx/transforms.h"
 
 #include "gpu/cuda.h"
@@ -53,7 +55,15 @@ mx::array per_row(
     refuse(op, "expected ", name, " as integers but got ", x.dtype());
   }
   expect_shape(op, name, x, {batch});
-  return row_contiguous(mx::astype(x, mx::int32, stream), stream);
+  auto narrow = x;  // what does not fit into 32 bits stays out of range
+  if (x.dtype() == mx::int64) {
+    narrow = mx::maximum(x, mx::array(int64_t(-1)), stream);
+  }
+  if (mx::size_of(x.dtype()) == 8 || x.dtype() == mx::uint32) {
+    const auto limit = mx::astype(mx::array(std::numeric_limits<int>::max()), x.dtype(), stream);
+    narrow = mx::minimum(narrow, limit, stream);
+  }
+  return row_contiguous(mx::astype(narrow, mx::int32, stream), stream);
 }
 
 mx::array row_contiguous(const mx::array& x, mx::Stream stream) {

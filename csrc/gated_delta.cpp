@@ -186,7 +186,7 @@ std::vector<mx::array> run_cuda(
       pointer(parts.writes_delta, "float", "delta") + ", " +
       pointer(parts.commits || tape, "float", "state_out") + ", " + (in ? "k_shape[1]" : "0") +
       ", " + (tape ? "tape_k_shape[1]" : "0") +
-      ", Hk, Hv, Dv, has_mask, has_tape, has_valid, writes_delta, commits, int(blockIdx.z),"
+      ", Hk, Hv, Dv, has_mask, has_tape, has_valid, writes_delta, commits, int(blockIdx.x),"
       " int(blockIdx.y * blockDim.y + threadIdx.y), int(threadIdx.x));\n";
   const int groups =
       (d.value_dim + kRowsPerSimdgroup * kSimdgroups - 1) / (kRowsPerSimdgroup * kSimdgroups);
@@ -199,7 +199,7 @@ std::vector<mx::array> run_cuda(
       operands,
       std::move(shapes),
       std::move(dtypes),
-      {32, groups * kSimdgroups, d.batch * d.value_heads},
+      {32 * d.batch * d.value_heads, groups * kSimdgroups, 1},  // y and z end at 65,535
       {32, kSimdgroups, 1},
       {{"T", o.dtype()},
        {"Dk", d.key_dim},
@@ -370,13 +370,13 @@ void GatedDelta::run_cpu(const std::vector<mx::array>& inputs, std::vector<mx::a
       .value_dim = d.value_dim,
       .type = cpu_type(o.dtype())};
   const char* op = parts_.has_inputs ? "gated_delta_verify" : "gated_delta_replay";
-  cpu::dispatch(stream(), [args, op] {
+  cpu::dispatch(stream(), outputs, [args, op, run = cpu::kernels().gated_delta] {
     if (args.tape_g) {
       cpu::expect_range(op, "keep", args.keep, args.batch, args.tape_inputs);
     }
     const size_t work = size_t(args.batch) * args.value_heads * args.value_dim * args.key_dim *
                         (args.inputs + args.tape_inputs);
-    cpu::share(work, [&](int part, int parts) { cpu::kernels().gated_delta(args, part, parts); });
+    cpu::share(work, [&](int part, int parts) { run(args, part, parts); });
   });
 }
 

@@ -69,10 +69,10 @@ void GatedDeltaGates::run_cpu(
       .rows = size_t(inputs[0].shape(0)) * inputs[0].shape(1),
       .heads = inputs[0].shape(2),
       .type = cpu_type(inputs[0].dtype())};
-  cpu::dispatch(stream(), [args] {
+  cpu::dispatch(stream(), outputs, [args, run = cpu::kernels().gates] {
     constexpr size_t kCostOfAnElement = 64;
     cpu::share(args.rows * args.heads * kCostOfAnElement, [&](int part, int parts) {
-      cpu::kernels().gates(args, part, parts);
+      run(args, part, parts);
     });
   });
 }

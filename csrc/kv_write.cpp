@@ -74,6 +74,7 @@ void KvWrite::run_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arra
   }
   cpu::dispatch(
       stream(),
+      outputs,
       [copied,
        to = out.data<char>(),
        from = rows.data<char>(),
@@ -107,7 +108,7 @@ void KvWrite::run_metal(const std::vector<mx::array>& inputs, std::vector<mx::ar
     metal::Launch copy(stream(), "kv_write", "kv_copy_" + type, "kv_copy_kernel<" + type + ">", {});
     copy.input(cache, 0);
     copy.output(out, 1);
-    copy.threads({int(cache.size() / cache.shape(3)), cache.shape(3), 1}, {32, 4, 1});
+    copy.threads({cache.shape(3), int(cache.size() / cache.shape(3)), 1}, {32, 4, 1});
   }
   metal::Launch launch(
       stream(), "kv_write", "kv_write_" + type, "kv_write_kernel<" + type + ">", {});

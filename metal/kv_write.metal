@@ -18,14 +18,14 @@ template <typename T>
   kv_write<T>(rows, lengths, cache, heads, capacity, inputs, dim, int(at.x), int(at.y), int(at.z));
 }
 
-// threads (rows, D): a cache that something else holds is copied before it is written
+// threads (D, rows): a cache that something else holds is copied before it is written
 template <typename T>
 [[kernel]] void kv_copy_kernel(
     const device T* from [[buffer(0)]],
     device T* to [[buffer(1)]],
     uint2 at [[thread_position_in_grid]],
     uint2 size [[threads_per_grid]]) {
-  const size_t i = size_t(at.x) * size.y + at.y;
+  const size_t i = size_t(at.y) * size.x + at.x;
   to[i] = from[i];
 }
 

@@ -13,12 +13,12 @@ from mlx_lm.generate import generate_step
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
 import dflash_native
-from dflash_native import demo
+from dflash_native import demo, ops
 from dflash_native.generation import REFUSED, generate, stream_generate
 from dflash_native.session import Session
-from dflash_native.targets import Target
+from dflash_native.targets import Target, common
+from recorder import Recorder, compare_model
 from scripted import ScriptedDrafter
-from test_session import compare_model
 from test_targets import make_model
 
 PROMPT = [5, 1200, 77, 3010, 42]
@@ -49,6 +49,25 @@ def answer(model, tokenizer):
 def with_eos(tokenizer, *ids):
     """The tokenizer, with other end tokens."""
     return TokenizerWrapper(tokenizer._tokenizer, eos_token_ids=list(ids))
+
+
+def compare_end(session, recorder, monkeypatch):
+    """C3 after a generation: recurrence, tape and conv to the bit, the rest within rounding."""
+    recorder.compare(session)
+    monkeypatch.setattr(common, "ops", ops)
+    compare_model(session)
+
+
+def test_looking_at_the_cache_while_streaming_changes_nothing(model, tokenizer, answer):
+    session = Session(Target(model), ScriptedDrafter(answer, spoil=0.1))
+    tokens = []
+    for response in stream_generate(model, tokenizer, PROMPT, 40, session=session):
+        tokens.append(response.token)
+        assert session.cache.lengths == [len(session.tokens) - 1]
+        if len(tokens) == 20:
+            break
+    assert tokens == answer[5:25]
+    del response
 
 
 def first_seen(answer, at):
@@ -86,26 +105,29 @@ def test_speculation_marks_what_came_from_the_draft(model, tokenizer, answer):
 
 
 @pytest.mark.parametrize("budget", range(1, 20))
-def test_the_budget_is_met_exactly(model, tokenizer, answer, budget):
+def test_the_budget_is_met_exactly(model, tokenizer, answer, budget, monkeypatch):
     for drafter in (None, ScriptedDrafter(answer, spoil=0.1, seed=budget)):
-        responses = list(stream_generate(model, tokenizer, PROMPT, budget, drafter))
+        session = Session(Target(model), drafter)
+        recorder = Recorder(monkeypatch, session)
+        responses = list(stream_generate(model, tokenizer, PROMPT, budget, session=session))
+        compare_end(session, recorder, monkeypatch)
         assert [r.token for r in responses] == answer[5 : 5 + budget]
         assert [r.finish_reason for r in responses] == [None] * (budget - 1) + ["length"]
 
 
 @pytest.mark.parametrize("place", range(0, 34, 3))
-def test_an_end_token_at_any_place_in_a_block(model, tokenizer, answer, place):
+def test_an_end_token_at_any_place_in_a_block(model, tokenizer, answer, place, monkeypatch):
     """It is the last token and pending, has no text, and everything ends just before it (C3)."""
     place = first_seen(answer, place)
     eos = with_eos(tokenizer, answer[5 + place])
     for drafter in (None, ScriptedDrafter(answer, spoil=0.05, seed=place)):
         session = Session(Target(model), drafter)
+        recorder = Recorder(monkeypatch, session)
         responses = list(stream_generate(model, eos, PROMPT, 60, session=session))
         assert [r.token for r in responses] == answer[5 : 6 + place]
         assert responses[-1].finish_reason == "stop"
         assert session.tokens == answer[: 6 + place]
-        if place % 2 == 0:
-            compare_model(session)
+        compare_end(session, recorder, monkeypatch)
 
 
 def test_every_end_token_that_the_tokenizer_knows_counts(model, tokenizer, answer):
@@ -115,28 +137,32 @@ def test_every_end_token_that_the_tokenizer_knows_counts(model, tokenizer, answe
     assert len(list(stream_generate(model, eos, PROMPT, 60, drafter))) == early + 1
 
 
-def test_a_stop_string_across_tokens_and_blocks(model, tokenizer, answer):
+def test_a_stop_string_across_tokens_and_blocks(model, tokenizer, answer, monkeypatch):
     whole = generate(model, tokenizer, PROMPT, max_tokens=60)
     for at in (3, 14, 40):
         stop = whole[at : at + 9]
         shown = whole[: whole.find(stop)]
         for drafter in (None, ScriptedDrafter(answer, spoil=0.1, seed=at)):
             session = Session(Target(model), drafter)
+            recorder = Recorder(monkeypatch, session)
             responses = list(
                 stream_generate(model, tokenizer, PROMPT, 60, session=session, stop=stop)
             )
             assert "".join(r.text for r in responses) == shown
             assert responses[-1].finish_reason == "stop"
             assert session.tokens == answer[: 5 + len(responses)]
-            compare_model(session)
+            compare_end(session, recorder, monkeypatch)
 
 
 @pytest.mark.parametrize("count", [1, 2, 7, 16, 17, 18])
-def test_a_consumer_that_leaves_gets_what_it_was_given(model, tokenizer, answer, count):
+def test_a_consumer_that_leaves_gets_what_it_was_given(
+    model, tokenizer, answer, count, monkeypatch
+):
     """close(), and an exception in the consumer: the session ends at the last delivered token."""
     for drafter in (None, ScriptedDrafter(answer, spoil=0.02, seed=count)):
         for thrown in (None, RuntimeError("consumer")):
             session = Session(Target(model), drafter)
+            recorder = Recorder(monkeypatch, session)
             stream = stream_generate(model, tokenizer, PROMPT, 60, session=session)
             taken = [next(stream).token for _ in range(count)]
             if thrown is None:
@@ -146,7 +172,7 @@ def test_a_consumer_that_leaves_gets_what_it_was_given(model, tokenizer, answer,
                     stream.throw(thrown)
             assert taken == answer[5 : 5 + count]
             assert session.tokens == answer[: 5 + count]
-            compare_model(session)
+            compare_end(session, recorder, monkeypatch)
             assert session.round().tokens[0] == answer[5 + count]  # and it goes on from there
 
 
@@ -182,7 +208,7 @@ def test_multibyte_text_is_whole(model, tokenizer):
     script = iter(ids)
 
     class Fixed:
-        stats = monkey.stats
+        stats, target = monkey.stats, monkey.target
 
         def prefill(self, tokens, progress=None):
             pass
@@ -224,17 +250,21 @@ def test_mlx_lms_arguments_work_or_are_refused_by_name(model, tokenizer, answer)
         )
     ]
     assert tokens == answer[5:11] and calls == [(0, 4), (2, 4), (4, 4)]
-    known = set(inspect.signature(generate_step).parameters)
+    parameters = inspect.signature(generate_step).parameters
+    known = set(parameters)
     for name in known - {"prompt", "model"} - set(inspect.signature(stream_generate).parameters):
         assert name in REFUSED, name
         with pytest.raises(ValueError, match=rf"\[generate\] {name} is not supported: "):
             stream_generate(model, tokenizer, PROMPT, 6, **{name: 4})
+        default, _ = REFUSED[name]
+        assert default is None or default == parameters[name].default
+        stream_generate(model, tokenizer, PROMPT, 6, **{name: default}).close()
     with pytest.raises(TypeError, match="unexpected keyword argument 'temperatur'"):
         stream_generate(model, tokenizer, PROMPT, temperatur=1)
 
 
 def test_bad_arguments_are_refused_at_the_call(model, tokenizer, answer):
-    drafter = ScriptedDrafter(answer)
+    drafter, session = ScriptedDrafter(answer), Session(Target(model))
     for arguments, message in [
         (dict(prompt=""), "prompt of at least one token but got an empty one"),
         (dict(prompt=[]), "prompt of at least one token but got an empty one"),
@@ -244,10 +274,16 @@ def test_bad_arguments_are_refused_at_the_call(model, tokenizer, answer):
         (dict(drafter=drafter, block_size=3, num_draft_tokens=2), "but got both"),
         (dict(drafter=drafter, block_size=17), r"block_size in 1 … 16"),
         (dict(stop=["a", ""]), "stop texts but got an empty one"),
-        (dict(session=Session(Target(model)), drafter=drafter), "bring its own drafter"),
+        (dict(session=session, drafter=drafter), "bring its own drafter"),
+        (dict(session=session, num_draft_tokens=2), "bring its own drafter"),
+        (dict(session=session, prefill_step_size=9), "bring its own drafter"),
+        (dict(session=session, model=make_model("qwen3")), "the model of the session"),
+        (dict(num_draft_tokens=2), "a drafter with num_draft_tokens but got none"),
     ]:
         with pytest.raises(ValueError, match=message):
-            stream_generate(model, tokenizer, **{"prompt": PROMPT, **arguments})
+            stream_generate(
+                **{"model": model, "tokenizer": tokenizer, "prompt": PROMPT, **arguments}
+            )
     with pytest.raises(ValueError, match="is the tokenizer the target's"):
         list(stream_generate(make_model("qwen3_5"), tokenizer, PROMPT, 3))
 

@@ -6,6 +6,7 @@ namespace dflash::cpu {
 namespace {
 
 constexpr int kChannels = 256;  // of one pass over the taps
+constexpr int kTaps = 8;        // whose weights are transposed once for all inputs
 
 template <typename T>
 void run(const CausalConv1d& p, int part, int parts) {
@@ -16,10 +17,16 @@ void run(const CausalConv1d& p, int part, int parts) {
   const int blocks = (p.channels + kChannels - 1) / kChannels;
   const int begin = int(size_t(blocks) * part / parts),
             end = int(size_t(blocks) * (part + 1) / parts);
-  float total[kChannels], w[kChannels];
+  float total[kChannels], transposed[kTaps * kChannels], late[kChannels];
   for (int block = begin; block < end; ++block) {
     const int first = block * kChannels;
     const int n = p.channels - first < kChannels ? p.channels - first : kChannels;
+    auto weights_of = [&](int tap, float* w) {
+      for (int c = 0; c < n; ++c) w[c] = to_float(weight[size_t(first + c) * p.taps + tap]);
+    };
+    for (int tap = 0; tap < p.taps && tap < kTaps; ++tap) {
+      weights_of(tap, transposed + tap * kChannels);
+    }
     for (int b = 0; b < p.batch; ++b) {
       for (int t = 0; t < p.inputs; ++t) {
         for (int c = 0; c < n; ++c) total[c] = 0.0f;
@@ -28,7 +35,8 @@ void run(const CausalConv1d& p, int part, int parts) {
           const T* from = row < before
                               ? window + (size_t(b) * before + row) * p.channels + first
                               : x + (size_t(b) * p.inputs + row - before) * p.channels + first;
-          for (int c = 0; c < n; ++c) w[c] = to_float(weight[size_t(first + c) * p.taps + tap]);
+          if (tap >= kTaps) weights_of(tap, late);
+          const float* w = tap < kTaps ? transposed + tap * kChannels : late;
           for (int c = 0; c < n; ++c) total[c] = __builtin_fmaf(to_float(from[c]), w[c], total[c]);
         }
         T* to = out + (size_t(b) * p.inputs + t) * p.channels + first;

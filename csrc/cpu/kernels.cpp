@@ -33,7 +33,8 @@ Kernels choose() {
   const char* name = std::getenv("DFLASH_NATIVE_ISA");
   const std::string wanted = name ? name : "";
 #if defined(__x86_64__)
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("f16c");
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f");
   if (avx512 && (wanted.empty() || wanted == "avx512")) return DFLASH_TABLE(avx512);
   if (avx2 && (wanted.empty() || wanted == "avx2")) return DFLASH_TABLE(avx2);

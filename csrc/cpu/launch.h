@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "mlx/allocator.h"
 #include "mlx/array.h"
@@ -18,11 +19,24 @@ inline void allocate(std::vector<mx::array>& outputs) {
   }
 }
 
-/// `work` runs on the stream's thread, after what was queued before it. What it throws surfaces at
-/// the next mx.eval that depends on it.
+/// `work` runs on the stream's thread, after what was queued before it. If it throws, the outputs
+/// are filled with NaN and the error surfaces at an evaluation on that stream.
 template <typename Work>
-void dispatch(mx::Stream stream, Work&& work) {
-  mx::cpu::get_command_encoder(stream).dispatch(std::forward<Work>(work));
+void dispatch(mx::Stream stream, std::vector<mx::array>& outputs, Work&& work) {
+  std::vector<std::pair<char*, size_t>> memory;
+  for (auto& out : outputs) {
+    memory.emplace_back(out.data<char>(), out.nbytes());
+  }
+  mx::cpu::get_command_encoder(stream).dispatch([memory, work = std::forward<Work>(work)] {
+    try {
+      work();
+    } catch (...) {
+      for (auto [data, bytes] : memory) {
+        std::memset(data, 0xff, bytes);  // NaN in each of the three dtypes
+      }
+      throw;
+    }
+  });
 }
 
 /// Shares a kernel among the threads, more of them for more multiply-adds.

@@ -3,15 +3,14 @@
 #include <algorithm>
 #include <condition_variable>
 #include <cstdlib>
-#include <memory>
+#include <exception>
 #include <mutex>
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 
-#if !defined(_WIN32)
 #include <unistd.h>
-#endif
 
 namespace dflash::cpu {
 namespace {
@@ -22,26 +21,45 @@ class Pool {
  public:
   explicit Pool(int workers) {
     for (int i = 0; i < workers; ++i) {
-      std::thread([this, i] { work(i + 1); }).detach();
+      try {
+        std::thread([this, i] { work(i + 1); }).detach();
+      } catch (const std::system_error&) {  // the machine has no more threads: make do with these
+        return;
+      }
+      ++workers_;
     }
   }
 
   void run(int parts, const std::function<void(int, int)>& job) {
     std::lock_guard<std::mutex> one_at_a_time(callers_);
+    parts = std::min(parts, workers_ + 1);
     {
       std::lock_guard<std::mutex> lock(mutex_);
       job_ = &job;
       parts_ = parts;
       left_ = parts - 1;
+      error_ = nullptr;
       ++generation_;
     }
     start_.notify_all();
-    job(0, parts);
+    attempt(job, 0, parts);
     std::unique_lock<std::mutex> lock(mutex_);
     done_.wait(lock, [this] { return left_ == 0; });
+    if (error_) {
+      std::rethrow_exception(error_);
+    }
   }
 
  private:
+  void attempt(const std::function<void(int, int)>& job, int part, int parts) {
+    try {
+      job(part, parts);
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      error_ = std::current_exception();
+    }
+  }
+
   void work(int part) {
     long seen = 0;
     for (;;) {
@@ -55,7 +73,7 @@ class Pool {
         parts = parts_;
       }
       if (part >= parts) continue;
-      (*job)(part, parts);
+      attempt(*job, part, parts);
       std::lock_guard<std::mutex> lock(mutex_);
       if (--left_ == 0) done_.notify_one();
     }
@@ -64,7 +82,8 @@ class Pool {
   std::mutex callers_, mutex_;
   std::condition_variable start_, done_;
   const std::function<void(int, int)>* job_ = nullptr;
-  int parts_ = 0, left_ = 0;
+  std::exception_ptr error_;
+  int workers_ = 0, parts_ = 0, left_ = 0;
   long generation_ = 0;
 };
 
@@ -74,10 +93,7 @@ Pool& pool() {
   static Pool* current = nullptr;
   static long owner = 0;
   std::lock_guard<std::mutex> lock(mutex);
-  long process = 0;
-#if !defined(_WIN32)
-  process = getpid();
-#endif
+  const long process = getpid();
   if (!current || owner != process) {
     current = new Pool(threads() - 1);
     owner = process;

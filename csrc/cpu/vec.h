@@ -180,7 +180,8 @@ inline BFloat from_float<BFloat>(float x) {  // round to nearest, ties to even
   return {uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16)};
 }
 
-/// e^x to about one unit in the last place; the same bits in a vector and alone.
+/// e^x to about one unit in the last place for x in -87.3 .. 88.3, infinity above; the same bits in
+/// a vector and alone.
 inline float exp_f32(float x) {
   x = x > 88.72283f ? 88.72283f : x;
   x = x < -87.33654f ? -87.33654f : x;

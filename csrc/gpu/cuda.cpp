@@ -58,7 +58,9 @@ std::vector<mx::array> launch(
     std::array<int, 3> group,
     const std::vector<std::pair<std::string, mx::fast::TemplateArg>>& constants,
     mx::Stream stream) {
-  grid[0] = (grid[0] + group[0] - 1) / group[0] * group[0];  // whole blocks: the body checks
+  for (int i = 0; i < 3; ++i) {  // whole blocks: the body checks
+    grid[i] = (grid[i] + group[i] - 1) / group[i] * group[i];
+  }
   return kernel(name, headers, inputs, outputs, body)(
       operands,
       shapes,

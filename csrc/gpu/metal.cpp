@@ -9,6 +9,7 @@
 #include <dlfcn.h>
 
 #include <filesystem>
+#include <mutex>
 
 #include "mlx/allocator.h"
 #include "mlx/backend/metal/device.h"
@@ -30,6 +31,28 @@ const std::string& metallib() {
   return path;
 }
 
+/// Why the metallib is not used, or "".
+std::string& refusal() {
+  static std::string why;
+  return why;
+}
+
+/// The metallib, or null: there is none, or this system does not load it (one that was built on
+/// macOS 26 does not load on 15).
+MTL::Library* prebuilt(mx::metal::Device& device) {
+  static std::mutex mutex;
+  std::lock_guard<std::mutex> lock(mutex);
+  if (metallib().empty() || !refusal().empty()) {
+    return nullptr;
+  }
+  try {
+    return device.get_library("dflash_native_" + embedded_hash(), metallib());
+  } catch (const std::exception& error) {
+    refusal() = error.what();
+    return nullptr;
+  }
+}
+
 MTL::ComputePipelineState* pipeline(
     mx::Stream stream,
     const std::string& file,
@@ -45,10 +68,8 @@ MTL::ComputePipelineState* pipeline(
     list.emplace_back(&values[i], MTL::DataType::DataTypeBool, i);
     hash += constants[i] ? "t" : "f";
   }
-  MTL::Library* library;
-  if (!metallib().empty()) {
-    library = device.get_library("dflash_native_" + embedded_hash(), metallib());
-  } else {
+  MTL::Library* library = prebuilt(device);
+  if (!library) {
     library = device.get_library("dflash_" + kernel + "_" + embedded_hash(), [&] {
       return "#define DFLASH_JIT 1\n#include <metal_stdlib>\nusing namespace metal;\n" +
              embedded_source("arithmetic.h") + embedded_source(file + ".h") +
@@ -103,7 +124,10 @@ void Launch::threadgroups(std::array<int, 3> grid, std::array<int, 3> group) {
 }
 
 std::string kernel_source() {
-  return metallib().empty() ? "compiled on first use" : metallib();
+  if (metallib().empty()) {
+    return "compiled on first use";
+  }
+  return refusal().empty() ? metallib() : "compiled on first use; the metallib: " + refusal();
 }
 
 }  // namespace dflash::metal

@@ -8,7 +8,7 @@ past `lengths`, and each recurrent layer holds their tape beside the checkpoint 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -130,6 +130,8 @@ class Cache:
         """Committed inputs of each row."""
         self.uncommitted: int | None = None
         """T of the verify that waits for its commit, or None."""
+        self._last_commit: tuple[int, list[int]] | None = None
+        """T and keep of a commit that can still be amended."""
 
     @property
     def batch_size(self) -> int:
@@ -143,26 +145,58 @@ class Cache:
         verify, or at `flush`. Raises ValueError if no verify waits, or if `keep` does not fit it;
         TypeError if `keep` does not hold ints. After an error the verify still waits.
         """
-        inputs = self.uncommitted
-        if inputs is None:
+        if self.uncommitted is None:
             raise ValueError("[Cache] commit expected a verify before it but none is uncommitted")
+        self._take("commit", keep, self.uncommitted, [0] * self.batch_size)
+        self.uncommitted = None
+
+    def amend(self, keep: Sequence[int]) -> None:
+        """Change the last commit to `keep`, as long as nothing was called after it.
+
+        Raises ValueError if something was, or if `keep` does not fit the verify.
+        """
+        if self._last_commit is None:
+            raise ValueError("[Cache] amend expected a commit just before it but there is none")
+        inputs, before = self._last_commit
+        self._take("amend", keep, inputs, before)
+
+    def _take(self, name: str, keep: Sequence[int], inputs: int, before: list[int]) -> None:
+        """Commit `keep` of a verify of `inputs` of which `before` were committed until now."""
         counts = [operator.index(count) for count in keep]
         if len(counts) != self.batch_size:
             raise ValueError(
-                f"[Cache] commit expected one count for each of {self.batch_size} rows "
+                f"[Cache] {name} expected one count for each of {self.batch_size} rows "
                 f"but got {counts}"
             )
         if not all(0 <= count <= inputs for count in counts):
             raise ValueError(
-                f"[Cache] commit expected counts from 0 to the {inputs} inputs of the last verify "
+                f"[Cache] {name} expected counts from 0 to the {inputs} inputs of the last verify "
                 f"but got {counts}"
             )
         device_counts = mx.array(counts, dtype=mx.int32)
         for layer in self.layers:
             if isinstance(layer, RecurrentCache):
                 layer.keep = device_counts
-        self.lengths = [length + count for length, count in zip(self.lengths, counts, strict=True)]
-        self.uncommitted = None
+        changes = zip(self.lengths, counts, before, strict=True)
+        self.lengths = [length + count - less for length, count, less in changes]
+        self._last_commit = inputs, counts
+
+    def snapshot(self) -> Callable[[], None]:
+        """A function that takes everything back to now, if at most one verify was committed since.
+
+        It holds the recurrent layers' arrays. KV rows written since are dead after it.
+        """
+        lengths, uncommitted = list(self.lengths), self.uncommitted
+        held = [
+            (layer, dict(vars(layer))) for layer in self.layers if isinstance(layer, RecurrentCache)
+        ]
+
+        def restore() -> None:
+            for layer, fields in held:
+                vars(layer).update(fields)
+            self.lengths, self.uncommitted, self._last_commit = lengths, uncommitted, None
+
+        return restore
 
     def flush(self) -> None:
         """Replay what was committed: `window` and `state` become the logical ones, tapes go.
@@ -175,9 +209,10 @@ class Cache:
                 layer.flush()
 
     def check_committed(self) -> None:
-        """Raise ValueError while a verify waits for its commit."""
+        """Raise ValueError while a verify waits for its commit; a commit is final from here on."""
         if self.uncommitted is not None:
             raise ValueError("[Cache] the last verify was not committed")
+        self._last_commit = None
 
     def reserve(self, rows: int) -> None:
         """Make room for `rows` KV rows at once, where the final length is known."""

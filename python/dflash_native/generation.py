@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,20 +16,20 @@ from .session import Round, Session, Stats
 from .stopping import StopRules, TextStream
 from .targets import Target
 
-REFUSED = {
-    "sampler": "decoding is greedy in this version",
-    "logits_processors": "decoding is greedy in this version",
-    "prompt_cache": (
-        "mlx-lm's caches cannot hold a tape; pass session= to go on with a conversation"
-    ),
-    "max_kv_size": "a rotating cache cannot be rolled back",
-    "kv_bits": "a quantised KV cache is not supported",
-    "kv_group_size": "a quantised KV cache is not supported",
-    "quantized_kv_start": "a quantised KV cache is not supported",
-    "input_embeddings": "the drafter needs token ids",
-    "stream": "a session runs on the thread's default stream; use `with mx.stream(...)` around it",
+_GREEDY = "decoding is greedy in this version"
+_KV_CACHE = "a quantised KV cache is not supported"
+REFUSED: dict[str, tuple[object, str]] = {
+    "sampler": (None, _GREEDY),
+    "logits_processors": (None, _GREEDY),
+    "prompt_cache": (None, "mlx-lm's caches hold no tape; pass session= to go on with a chat"),
+    "max_kv_size": (None, "a rotating cache cannot be rolled back"),
+    "kv_bits": (None, _KV_CACHE),
+    "kv_group_size": (64, _KV_CACHE),
+    "quantized_kv_start": (5000, _KV_CACHE),
+    "input_embeddings": (None, "the drafter needs token ids"),
+    "stream": (None, "a session runs on the default stream; use `with mx.stream(...)` around it"),
 }
-"""mlx-lm's other keyword arguments, and why they are refused."""
+"""mlx-lm's other arguments: the default, which changes nothing, and why any other is refused."""
 
 
 @dataclass
@@ -75,7 +76,7 @@ def stream_generate(
     block_size: int | None = None,
     stop: str | Sequence[str] = (),
     session: Session | None = None,
-    prefill_step_size: int = 2048,
+    prefill_step_size: int | None = None,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
     draft_model: Drafter | None = None,
     num_draft_tokens: int | None = None,
@@ -93,7 +94,7 @@ def stream_generate(
         stop: one or more texts that end the generation; they are not shown.
         session: an open session to go on with (a chat's next turn). It stays open, at the last
             token that was delivered; otherwise a session is made and closed.
-        prefill_step_size, prompt_progress_callback: as in mlx-lm.
+        prefill_step_size, prompt_progress_callback: as in mlx-lm (2048 inputs a step).
         draft_model, num_draft_tokens: mlx-lm's names for `drafter` and `block_size - 1`.
 
     Whatever ends the loop (an end token, a stop string, the budget, an exception or a `close()` of
@@ -116,9 +117,17 @@ def stream_generate(
     if num_draft_tokens is not None:
         if block_size is not None:
             raise ValueError("[generate] expected block_size or num_draft_tokens but got both.")
-        block_size = num_draft_tokens + 1 if drafter is not None else None
-    if session is not None and not (drafter is None and block_size is None):
-        raise ValueError("[generate] expected the session to bring its own drafter and block_size.")
+        if drafter is None and session is None:
+            raise ValueError("[generate] expected a drafter with num_draft_tokens but got none.")
+        block_size = num_draft_tokens + 1
+    if session is not None:
+        if not (drafter is None and block_size is None and prefill_step_size is None):
+            raise ValueError(
+                "[generate] expected the session to bring its own drafter, block_size and "
+                "prefill_step_size."
+            )
+        if model is not session.target and model is not session.target.model:
+            raise ValueError("[generate] expected the model of the session but got another one.")
     stops = [stop] if isinstance(stop, str) else list(stop)
     if not all(stops):
         raise ValueError("[generate] expected stop texts but got an empty one.")
@@ -128,7 +137,10 @@ def stream_generate(
     if session is None:
         target = model if isinstance(model, Target) else Target(model)
         session = Session(
-            target, drafter, block_size=block_size, prefill_step_size=prefill_step_size
+            target,
+            drafter,
+            block_size=block_size,
+            prefill_step_size=2048 if prefill_step_size is None else prefill_step_size,
         )
     return _stream(session, own, ids, rules, prompt_progress_callback)
 
@@ -141,7 +153,7 @@ def _stream(
     progress: Callable[[int, int], None] | None,
 ) -> Iterator[GenerationResponse]:
     """The loop itself: a generator, so that everything above is checked at the call."""
-    delivered = 0
+    delivered = emitted = 0
     try:
         start = time.perf_counter()
         session.prefill(ids, progress)
@@ -151,6 +163,7 @@ def _stream(
         while reason is None:
             delivered = 0
             result = session.round(rules.left)
+            emitted = len(result.tokens)
             logprobs = _logprobs(result)
             for position, token in enumerate(result.tokens):
                 delivered = position + 1
@@ -175,7 +188,7 @@ def _stream(
                 if reason is not None:
                     break
     finally:
-        if delivered:
+        if 0 < delivered < emitted:
             session.rewind(delivered)
         if own:
             session.close()
@@ -218,8 +231,9 @@ def _check_others(others: dict[str, Any]) -> None:
     for name, value in others.items():
         if name not in REFUSED:
             raise TypeError(f"[generate] got an unexpected keyword argument {name!r}.")
-        if value is not None:
-            raise ValueError(f"[generate] {name} is not supported: {REFUSED[name]}.")
+        default, reason = REFUSED[name]
+        if value is not None and value != default:
+            raise ValueError(f"[generate] {name} is not supported: {reason}.")
 
 
 def _wrapped(tokenizer: Any) -> TokenizerWrapper:
@@ -234,7 +248,7 @@ def _prompt_ids(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.ar
     elif isinstance(prompt, mx.array):
         ids = cast("list[int]", prompt.reshape(-1).tolist())
     else:
-        ids = list(prompt)
+        ids = [operator.index(token) for token in prompt]
     if not ids:
         raise ValueError("[generate] expected a prompt of at least one token but got an empty one.")
     return ids

@@ -11,12 +11,14 @@ Callers normalise q and k and fold the scale into q; no operation applies one.
 
 The bits of row i of a result depend on row i's inputs and on the history before them, never on T,
 on B or on other rows. Operations are lazy and run on `stream` (default: MLX's). Each raises
-ValueError where a shape, a dtype or a host value is wrong. Values on the device (`keep`, `lengths`)
-out of range raise at evaluation on the CPU and fill their row with NaN on a GPU.
+ValueError where a shape, a dtype or a host value is wrong, TypeError where something is no array.
+Values on the device (`keep`, `lengths`) out of range raise at evaluation on the CPU and fill their
+row with NaN on a GPU.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -44,19 +46,37 @@ __all__ = [
 Rows = mx.array | Sequence[int]
 
 
-def _rows(operation: str, name: str, rows: Rows, batch: int, limit: int) -> mx.array:
+def _check_arrays(operation: str, **arrays: object) -> None:
+    for name, array in arrays.items():
+        if not isinstance(array, mx.array):
+            kind = type(array).__name__
+            raise TypeError(f"[{operation}] expected {name} to be an mx.array but got {kind}.")
+
+
+def _rows(operation: str, name: str, rows: Rows, batch: int, limit: int | None) -> mx.array:
     """Host values checked and moved to the device; device values as they are."""
     if isinstance(rows, mx.array):
         return rows
-    values = [int(row) for row in rows]
+    values = [operator.index(row) for row in rows]
     if len(values) != batch:
         raise ValueError(f"[{operation}] expected {batch} values of {name} but got {len(values)}.")
     for row, value in enumerate(values):
-        if not 0 <= value <= limit:
+        if limit is not None and not 0 <= value <= limit:
             raise ValueError(
                 f"[{operation}] expected {name}[{row}] in 0 .. {limit} but got {value}."
             )
     return mx.array(values, dtype=mx.int32)
+
+
+def _check_tape(operation: str, tape: Tape) -> None:
+    if not isinstance(tape, Tape):
+        raise TypeError(f"[{operation}] expected tape to be a Tape but got {type(tape).__name__}.")
+    _check_arrays(operation, **{"tape.g": tape.g, "tape.k": tape.k, "tape.delta": tape.delta})
+
+
+def _size(array: mx.array, axis: int) -> int | None:
+    """Or None where there is no such axis: the operation itself then refuses the shape."""
+    return array.shape[axis] if array.ndim > axis else None
 
 
 def gated_delta_gates(
@@ -76,6 +96,7 @@ def gated_delta_gates(
     Returns:
         g and beta, [B, T, Hv] fp32. `g` is the linear decay, not its log.
     """
+    _check_arrays("gated_delta_gates", a=a, b=b, A_log=A_log, dt_bias=dt_bias)
     return _ext.gated_delta_gates(a, b, A_log, dt_bias, stream)
 
 
@@ -112,10 +133,14 @@ def gated_delta_verify(
         y [B, T, Hv, Dv] in v's dtype; the tape of this call; the checkpoint before its inputs
         [B, Hv, Dv, Dk] (`state` itself where there was no tape).
     """
+    name = "gated_delta_verify"
+    _check_arrays(name, q=q, k=k, v=v, g=g, beta=beta, state=state)
+    if tape is not None:
+        _check_tape(name, tape)
     kept = None
     if keep is not None:
-        limit = tape.delta.shape[1] if tape is not None else 0
-        kept = _rows("gated_delta_verify", "keep", keep, state.shape[0], limit)
+        limit = None if tape is None else _size(tape.delta, 1)
+        kept = _rows(name, "keep", keep, _size(state, 0) or 0, limit)
     y, delta, checkpoint = _ext.gated_delta_verify(
         q, k, v, g, beta, state, tape, kept, mask, stream
     )
@@ -138,6 +163,7 @@ def gated_delta_step(
     Returns:
         y [B, T, Hv, Dv] in v's dtype and the state after all inputs, [B, Hv, Dv, Dk] fp32.
     """
+    _check_arrays("gated_delta_step", q=q, k=k, v=v, g=g, beta=beta, state=state)
     return _ext.gated_delta_step(q, k, v, g, beta, state, mask, stream)
 
 
@@ -155,7 +181,9 @@ def gated_delta_replay(
         state: [B, Hv, Dv, Dk] fp32, the checkpoint that the tape's call started from.
         keep: [B], 0 .. T of the tape.
     """
-    kept = _rows("gated_delta_replay", "keep", keep, state.shape[0], tape.delta.shape[1])
+    _check_arrays("gated_delta_replay", state=state)
+    _check_tape("gated_delta_replay", tape)
+    kept = _rows("gated_delta_replay", "keep", keep, _size(state, 0) or 0, _size(tape.delta, 1))
     return _ext.gated_delta_replay(state, tape, kept, stream)
 
 
@@ -176,6 +204,7 @@ def causal_conv1d_verify(
     Returns:
         [B, T, C] in x's dtype.
     """
+    _check_arrays("causal_conv1d_verify", x=x, weight=weight, window=window)
     return _ext.causal_conv1d_verify(x, weight, window, stream)
 
 
@@ -187,7 +216,8 @@ def conv_window(
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """The window [B, K - 1, C] after the first `keep[b]` rows of x [B, T, C]."""
-    kept = _rows("conv_window", "keep", keep, x.shape[0], x.shape[1])
+    _check_arrays("conv_window", window=window, x=x)
+    kept = _rows("conv_window", "keep", keep, _size(x, 0) or 0, _size(x, 1))
     return _ext.conv_window(window, x, kept, stream)
 
 
@@ -210,7 +240,9 @@ def kv_write(
     Returns:
         The cache, [B, H, capacity, D].
     """
-    limit = cache.shape[2] - new.shape[2]
-    return _ext.kv_write(
-        cache, new, _rows("kv_write", "lengths", lengths, cache.shape[0], limit), stream
-    )
+    _check_arrays("kv_write", cache=cache, new=new)
+    capacity, rows = _size(cache, 2), _size(new, 2)
+    fits = capacity is not None and rows is not None and rows <= capacity
+    limit = capacity - rows if fits else None
+    at = _rows("kv_write", "lengths", lengths, _size(cache, 0) or 0, limit)
+    return _ext.kv_write(cache, new, at, stream)

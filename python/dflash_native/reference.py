@@ -24,6 +24,7 @@ def _decay(g: mx.array) -> mx.array:
 def gated_delta_gates(
     a: mx.array, b: mx.array, A_log: mx.array, dt_bias: mx.array
 ) -> tuple[mx.array, mx.array]:
+    """`ops.gated_delta_gates`, elementwise."""
     x = _f32(a) + _f32(dt_bias)
     g = mx.exp(-mx.exp(_f32(A_log)) * mx.logaddexp(x, mx.zeros_like(x)))
     return g, mx.sigmoid(_f32(b))
@@ -67,11 +68,13 @@ def gated_delta_step(
     state: mx.array,
     mask: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
+    """`ops.gated_delta_step`, one input after the other."""
     y, _, state = _recurrence(q, k, v, g, beta, state, mask)
     return y, state
 
 
 def gated_delta_replay(state: mx.array, tape: Tape, keep: mx.array) -> mx.array:
+    """`ops.gated_delta_replay`: the kept inputs of a tape, applied again."""
     g, k, delta, valid = tape
     k = mx.repeat(_f32(k), delta.shape[2] // k.shape[2], axis=2)
     for t in range(delta.shape[1]):
@@ -94,6 +97,9 @@ def gated_delta_verify(
     keep: mx.array | None = None,
     mask: mx.array | None = None,
 ) -> tuple[mx.array, Tape, mx.array]:
+    """`ops.gated_delta_verify`: replay, then the inputs on trial."""
+    if (tape is None) != (keep is None):
+        raise ValueError("[reference.gated_delta_verify] expected tape and keep together.")
     if tape is not None and keep is not None:
         state = gated_delta_replay(state, tape, keep)
     y, delta, _ = _recurrence(q, k, v, g, beta, state, mask)
@@ -101,6 +107,7 @@ def gated_delta_verify(
 
 
 def causal_conv1d_verify(x: mx.array, weight: mx.array, window: mx.array) -> mx.array:
+    """`ops.causal_conv1d_verify`, tap by tap."""
     taps, inputs = window.shape[1] + 1, x.shape[1]
     weight = _f32(weight).reshape(-1, taps)
     padded = _f32(mx.concatenate([window, x], axis=1))
@@ -111,12 +118,14 @@ def causal_conv1d_verify(x: mx.array, weight: mx.array, window: mx.array) -> mx.
 
 
 def conv_window(window: mx.array, x: mx.array, keep: mx.array) -> mx.array:
+    """`ops.conv_window`: the newest rows of window and kept inputs."""
     padded = mx.concatenate([window, x], axis=1)
     rows = keep[:, None] + mx.arange(window.shape[1])
     return mx.take_along_axis(padded, rows[..., None], axis=1)
 
 
 def kv_write(cache: mx.array, new: mx.array, lengths: mx.array) -> mx.array:
+    """`ops.kv_write`, as a scatter into a copy."""
     rows = lengths[:, None] + mx.arange(new.shape[2])
     rows = mx.broadcast_to(rows[:, None, :, None], new.shape)
     return mx.put_along_axis(cache, rows, new.astype(cache.dtype), axis=2)

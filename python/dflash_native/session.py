@@ -13,7 +13,9 @@ last emitted token, which is pending.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import cast
@@ -92,8 +94,8 @@ class _Verify:
     choice: mx.array
     logits: mx.array
     taps: mx.array | None
-    keep: int = 0
-    committed: bool = False
+    take_back: Callable[[], None] | None = None
+    """In plain decoding, once the next step is queued: undoes this one, unless it was read."""
 
 
 class Session:
@@ -118,6 +120,10 @@ class Session:
         block_size: int | None = None,
         prefill_step_size: int = 2048,
     ) -> None:
+        if not isinstance(target, Target):
+            raise TypeError(f"[Session] expected a Target but got {type(target).__name__}.")
+        if drafter is not None and not isinstance(drafter, Drafter):
+            raise TypeError(f"[Session] expected a drafter but got {type(drafter).__name__}.")
         largest = 1 if drafter is None else drafter.max_drafts + 1
         if block_size is None:
             block_size = largest
@@ -138,12 +144,17 @@ class Session:
         """Committed, the pending one last."""
         self.stats = Stats()
         self._prefill_step = prefill_step_size
-        self._draft = None if drafter is None else drafter.begin(target)
-        self._tap_layers = () if drafter is None else drafter.tap_layers
+        draft = None if drafter is None else drafter.begin(target)
+        self._draft = draft if block_size > 1 else None  # blocks of one are plain decoding
+        self._tap_layers = () if self._draft is None or drafter is None else drafter.tap_layers
         self._cache = target.make_cache(1)
-        self._last: _Verify | None = None
+        self._round_start: int | None = None
+        """Length of `tokens` before the last round, while it can be rewound."""
+        self._unfed: tuple[mx.array, int] | None = None
+        """Taps of the last round and their position, until the draft gets those that were kept."""
         self._in_flight: list[_Verify] = []
         self._closed = False
+        self._broken: str | None = None
 
     def __enter__(self) -> Session:
         return self
@@ -163,8 +174,8 @@ class Session:
 
     @property
     def cache(self) -> Cache:
-        """The target's cache: it covers `tokens` except the pending one."""
-        self._settle()
+        """The target's cache: it covers `tokens` except the pending one. To be read only."""
+        self._drop_in_flight()
         return self._cache
 
     def prefill(
@@ -181,37 +192,41 @@ class Session:
         new = _token_list(tokens, self.target.vocab_size)
         self._settle()
         feed = self.tokens[-1:] + new
-        if not self.tokens:
-            self.tokens.append(feed[0])
+        kept = self.tokens[:-1]
         total, done = len(feed) - 1, 0
         start = self._cache.lengths[0]
-        self._cache.flush()
-        if progress is not None:
-            progress(0, total)
-        while done < total:
-            count = min(self._prefill_step, total - done)
-            chunk = mx.array(feed[done : done + count], dtype=mx.int32)[None]
-            rows = self._context_rows(total - done, count)
-            hidden, taps = self.target.forward(
-                chunk, self._cache, commit=True, tap_layers=self._tap_layers if rows else ()
-            )
-            if self._draft is not None and taps is not None:
-                self._draft.extend(taps[:, count - rows :], start + done + count - rows)
-                mx.eval(self._draft.arrays(), self._cache.arrays())
-            else:
-                mx.eval(self._cache.arrays())
-            del hidden, taps
-            self.tokens.extend(feed[done + 1 : done + count + 1])
-            done += count
-            mx.clear_cache()
+        try:
+            self._cache.flush()
             if progress is not None:
-                progress(done, total)
+                progress(0, total)
+            while done < total:
+                self._prefill_chunk(feed, start, done)
+                done = self._cache.lengths[0] - start
+                if progress is not None:
+                    progress(done, total)
+        finally:  # whatever was interrupted, as many tokens are committed as the cache covers
+            self.tokens = kept + feed[: self._cache.lengths[0] - start + 1]
+
+    def _prefill_chunk(self, feed: list[int], start: int, done: int) -> None:
+        left = len(feed) - 1 - done
+        count = min(self._prefill_step, left)
+        chunk = mx.array(feed[done : done + count], dtype=mx.int32)[None]
+        rows = self._context_rows(left, count)
+        _, taps = self.target.forward(
+            chunk, self._cache, commit=True, tap_layers=self._tap_layers if rows else ()
+        )
+        arrays = self._cache.arrays()
+        if self._draft is not None and taps is not None:
+            self._draft.extend(taps[:, count - rows :], start + done + count - rows)
+            arrays += self._draft.arrays()
+        self._evaluate(arrays)
+        mx.clear_cache()
 
     def round(self, limit: int | None = None) -> Round:
         """Draft, verify, accept. Emits 1 … block_size tokens, at most `limit`.
 
-        The host waits for the device once. If anything raises, the round is taken back, or its
-        result is kept for the next call: the session stays as it was.
+        The host waits for the device once. If anything raises, the round is taken back: the session
+        is as before the call. Only after a failed evaluation it refuses to go on.
         """
         self._check_open()
         if not self.tokens:
@@ -225,7 +240,7 @@ class Session:
             self._in_flight.append(self._launch(pending, width - 1))
         verify = self._in_flight[0]
         try:
-            if self._draft is None and limit != 1 and not verify.committed:
+            if self._draft is None and limit != 1 and verify.take_back is None:
                 self._queue_after(verify)
             sound, accepted, *rest = self._read(verify.read)
             if not sound:
@@ -234,15 +249,17 @@ class Session:
                     "infinity: the draft's weights or its dtype are broken."
                 )
         except BaseException:
-            if not verify.committed:
-                self._abandon()
+            self._drop_in_flight()
             raise
-        self._in_flight.pop(0)
         drafts, choice = rest[: verify.drafted], rest[verify.drafted :]
         tokens = choice[: accepted + 1]
-        verify.keep = accepted + 1
-        self._last = verify
+        self._in_flight.pop(0)
+        if verify.take_back is None:
+            self._cache.commit([len(tokens)])
+        self._round_start = len(self.tokens)
         self.tokens.extend(tokens)
+        if verify.taps is not None:
+            self._unfed = verify.taps, verify.position
         self.stats.count(verify.drafted, accepted)
         return Round(tokens, drafts, accepted, verify.logits[0, : accepted + 1])
 
@@ -252,22 +269,22 @@ class Session:
         The caches then end just before the last kept token, which is pending. Raises ValueError
         unless `count` is 1 … the tokens that the last round emitted.
         """
-        emitted = 0 if self._last is None else self._last.keep
+        emitted = 0 if self._round_start is None else len(self.tokens) - self._round_start
         if not 1 <= count <= emitted:
             raise ValueError(
                 f"[Session] expected rewind to keep 1 … {emitted} tokens of the last round "
                 f"but got {count}."
             )
-        if self._last is not None and count < emitted:
-            del self.tokens[len(self.tokens) - (emitted - count) :]
+        if count < emitted:
+            self._cache.amend([count])
+            del self.tokens[count - emitted :]
             self.stats.tokens -= emitted - count
-            self._last.keep = count
 
     def flush(self) -> None:
         """Make the logical state real: every cache array then belongs to the same position."""
         self._settle()
         self._cache.flush()
-        self._cache.eval()
+        self._evaluate(self._cache.arrays())
 
     def close(self) -> None:
         """Flush, and end the session; `tokens`, `stats` and `cache` stay readable.
@@ -275,9 +292,12 @@ class Session:
         Safe to repeat.
         """
         if not self._closed:
-            self.flush()
-            self._draft = None
             self._closed = True
+            try:
+                if self._broken is None:
+                    self.flush()
+            finally:
+                self._draft = None
 
     def _launch(self, pending: mx.array, count: int) -> _Verify:
         """Build one verify, lazily: `pending [1, 1]` and `count` drafts after it."""
@@ -286,10 +306,12 @@ class Session:
             drafts = self._draft.propose(pending, position, count)
             finite = self._draft.finite
             sound = mx.array([1]) if finite is None else finite.astype(mx.int32).reshape(1)
-            mx.async_eval(drafts)  # the device drafts while the host builds the verify
+            self._start([drafts])  # the device drafts while the host builds the verify
             block = mx.concatenate([pending, drafts], axis=1)
         else:
             drafts, block = None, pending
+            if self._draft is not None:
+                self._start(self._draft.arrays())  # no proposal reaches its context
         try:
             hidden, taps = self.target.forward(
                 block, self._cache, commit=False, tap_layers=self._tap_layers
@@ -309,32 +331,52 @@ class Session:
 
     def _queue_after(self, verify: _Verify) -> None:
         """In plain decoding, hand the device its next step before the host reads this one."""
+        verify.take_back = self._cache.snapshot()
         self._cache.commit([1])
-        verify.committed = True
         queued = self._launch(verify.choice, 0)
         self._in_flight.append(queued)
-        mx.async_eval(queued.read)
+        self._start([queued.read])
 
     def _read(self, array: mx.array) -> list[int]:
         """The one place of a round where the host waits for the device."""
         self.stats.synchronisations += 1
-        return cast("list[int]", array.tolist())
+        with self._watched():
+            return cast("list[int]", array.tolist())
+
+    def _start(self, arrays: list[mx.array]) -> None:
+        """Queue the evaluation of `arrays` and do not wait."""
+        with self._watched():
+            mx.async_eval(arrays)
+
+    def _evaluate(self, arrays: list[mx.array]) -> None:
+        with self._watched():
+            mx.eval(arrays)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        """After an error of the device the caches hold nothing that can be trusted."""
+        try:
+            yield
+        except Exception as error:
+            self._broken = str(error)
+            raise
 
     def _settle(self) -> None:
-        """Commit what the last round kept, in the target's cache and in the draft's context."""
-        last, self._last = self._last, None
-        if last is not None and not last.committed:
-            self._cache.commit([last.keep])
-            if self._draft is not None and last.taps is not None:
-                self._draft.extend(last.taps[:, : last.keep], last.position)
-        for verify in self._in_flight:
-            if verify.committed:  # a plain step whose reading was interrupted
-                self.tokens.append(self._read(verify.read)[-1])
-        self._abandon()
+        """Give the draft what the last round kept; from here on it cannot be rewound."""
+        self._drop_in_flight()
+        self._round_start = None
+        unfed, self._unfed = self._unfed, None
+        if unfed is not None and self._draft is not None:
+            taps, position = unfed
+            kept = self._cache.lengths[0] - position
+            self._draft.extend(taps[:, :kept], position)
 
-    def _abandon(self) -> None:
-        """Drop what is in flight; none of its inputs is kept."""
+    def _drop_in_flight(self) -> None:
+        """Take back what the host has not read."""
+        unread = self._in_flight[0] if self._in_flight else None
         self._in_flight.clear()
+        if unread is not None and unread.take_back is not None:
+            unread.take_back()
         self._take_back()
 
     def _take_back(self) -> None:
@@ -345,7 +387,7 @@ class Session:
         """Of a chunk of `count` with `left` inputs to go, the newest rows that the draft can
         use.
         """
-        if self.drafter is None:
+        if self.drafter is None or self._draft is None:
             return 0
         window = self.drafter.context_rows
         return count if window is None else max(0, min(count, window - (left - count)))
@@ -353,6 +395,10 @@ class Session:
     def _check_open(self) -> None:
         if self._closed:
             raise ValueError("[Session] the session is closed.")
+        if self._broken is not None:
+            raise ValueError(
+                f"[Session] an evaluation failed ({self._broken}), so the session's state is lost."
+            )
 
 
 def _token_list(tokens: Sequence[int] | mx.array, vocab_size: int) -> list[int]:
@@ -360,7 +406,7 @@ def _token_list(tokens: Sequence[int] | mx.array, vocab_size: int) -> list[int]:
         if not mx.issubdtype(tokens.dtype, mx.integer):
             raise ValueError(f"[prefill] expected token ids but got {tokens.dtype}.")
         tokens = cast("list[int]", tokens.reshape(-1).tolist())
-    ids = [int(token) for token in tokens]
+    ids = [operator.index(token) for token in tokens]
     if not ids:
         raise ValueError("[prefill] expected at least one token but got an empty prompt.")
     outside = [token for token in ids if not 0 <= token < vocab_size]
