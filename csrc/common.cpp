@@ -70,9 +70,9 @@ mx::array row_contiguous(const mx::array& x, mx::Stream stream) {
   if (cuda::runs_on(stream)) {
     return x;  // MLX's kernel launch sees to it
   }
-  const bool known = x.has_primitive()
-                         ? dynamic_cast<const KernelPrimitive*>(&x.primitive()) != nullptr
-                         : x.flags().row_contiguous;
+  const bool ours = x.has_primitive() && dynamic_cast<const KernelPrimitive*>(&x.primitive());
+  // The flags of an array without memory, a placeholder of mx.compile say, mean nothing.
+  const bool known = x.data_shared_ptr() ? x.flags().row_contiguous : ours;
   return known ? x : mx::contiguous(x, false, stream);
 }
 

@@ -283,7 +283,7 @@ def test_one_synchronisation_a_round(kind, monkeypatch):
 
     for name in ("eval", "synchronize"):
         counted(mx, name)
-    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__array__", "__iter__"):
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__array__"):
         if hasattr(mx.array, name):
             counted(mx.array, name)
     for _ in range(5):
