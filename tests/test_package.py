@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import subprocess
 import sys
+from fnmatch import fnmatch
 from types import SimpleNamespace
 
 import mlx.core as mx
@@ -29,8 +30,10 @@ def distribution():
 def test_the_installation_has_its_native_and_data_files(distribution):
     """A wheel from a stale cache installed no native file, elsewhere."""
     files = {str(file) for file in distribution.files}
-    for part in ("_ext.", "_ext.pyi", "py.typed", "demo/target/model.safetensors"):
-        assert any(part in file for file in files), part
+    native = [file for file in files if fnmatch(file, "dflash_native/_ext.*.so")]
+    assert len(native) == 1, files
+    for part in ("_ext.pyi", "_built.py", "py.typed", "demo/target/model.safetensors"):
+        assert f"dflash_native/{part}" in files
     for part in ("demo/draft/model.safetensors", "demo/MODEL_CARD.md", "demo/prompts.txt"):
         assert f"dflash_native/{part}" in files
     assert not [file for file in files if file.startswith(("tests/", "bench/", "csrc/"))]
@@ -68,6 +71,23 @@ def test_another_mlx_is_refused_with_both_versions_and_the_repair():
     with pytest.raises(ImportError, match=message):
         _native.check_versions("0.31.2", "9.9")
     _native.check_versions(mx.__version__, mx.__version__)
+
+
+def test_versions_are_compared_before_the_extension_is_loaded(monkeypatch):
+    """With another libmlx the extension may not even load: that error names no version."""
+    loaded = []
+    real = _native.importlib.import_module
+
+    def importing(name):
+        loaded.append(name)
+        return real(name)
+
+    monkeypatch.setattr(_native.importlib, "import_module", importing)
+    monkeypatch.setattr(_native, "MLX_VERSION", "9.9")
+    with pytest.raises(ImportError, match=r"built for mlx \d.* but mlx 9\.9 is installed"):
+        _native.load()
+    assert loaded == ["dflash_native._built"]
+    monkeypatch.undo()
     assert _native.extension.MLX_VERSION == mx.__version__
 
 

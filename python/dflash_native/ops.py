@@ -241,8 +241,8 @@ def kv_write(
         The cache, [B, H, capacity, D].
     """
     _check_arrays("kv_write", cache=cache, new=new)
-    capacity, rows = _size(cache, 2), _size(new, 2)
-    fits = capacity is not None and rows is not None and rows <= capacity
-    limit = capacity - rows if fits else None
+    limit = None
+    if cache.ndim == new.ndim == 4 and new.shape[2] <= cache.shape[2]:
+        limit = cache.shape[2] - new.shape[2]
     at = _rows("kv_write", "lengths", lengths, _size(cache, 0) or 0, limit)
     return _ext.kv_write(cache, new, at, stream)
