@@ -9,8 +9,8 @@ independent calls in one evaluation, so that launching is not what is measured; 
 by itself.
 
 Bytes are the fewest that the operation must move: each input read once, each output written once.
-`copy` moves the same bytes: it reads and writes half of them. `faster` compares single calls: mlx-lm's
-time over this line's, round by round.
+`copy` moves the same bytes: it reads and writes half of them. `faster` compares single calls:
+mlx-lm's time over this line's, round by round.
 """
 
 from __future__ import annotations

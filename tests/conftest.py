@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 
+os.environ.setdefault("MLX_ENABLE_TF32", "0")  # on CUDA MLX's fp32 products have 10 bits otherwise
+
 import mlx.core as mx
 import pytest
 

@@ -209,6 +209,7 @@ def test_the_order_of_verify_and_commit_is_kept() -> None:
     assert cache.lengths == [1, 2]
 
 
+@pytest.mark.skipif(mx.is_available(mx.gpu), reason="MLX's CUDA allocator rounds small arrays up")
 def test_arrays_and_bytes_are_all_that_is_held() -> None:
     """After an evaluation the process holds nbytes more than before: no parent of a slice."""
     mx.random.seed(0)

@@ -115,6 +115,7 @@ def test_a_failed_call_leaves_nan_and_no_old_memory():
     mx.set_default_device(before)
 
 
+@pytest.mark.skipif(mx.is_available(mx.gpu), reason="CUDA and Metal do not survive a fork")
 @pytest.mark.parametrize("used", [False, True], ids=["imported", "imported in a thread pool"])
 def test_the_import_does_not_make_fork_hang(used):
     """An evaluation at import starts MLX's threads, which a forked child does not have."""

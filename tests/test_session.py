@@ -250,7 +250,7 @@ def test_equal_logits_give_the_lowest_id(hybrid, monkeypatch):
     tied = mx.zeros((VOCAB,))
     tied[mx.array([41, 17, 90])] = 5.0
     monkeypatch.setattr(
-        hybrid, "logits", lambda hidden: mx.broadcast_to(tied, (*hidden.shape[:2], VOCAB))
+        Target, "logits", lambda self, hidden: mx.broadcast_to(tied, (*hidden.shape[:2], VOCAB))
     )
     assert plain(hybrid, [1, 2], 3)[2:] == [17, 17, 17]
     session = Session(hybrid, ScriptedDrafter([1, 2] + [17] * 40, spoil=0.0))
