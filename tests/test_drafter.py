@@ -190,7 +190,7 @@ def test_a_draft_in_bf16_or_cast_to_fp32(target, tmp_path):
         assert session.finite.item()
         assert {a.dtype for a in session.arrays()} == {drafter.model.dtype}
     assert blocks[0].dtype == mx.bfloat16
-    # Random weights: the mean difference is 0.08 on a CPU and 0.1004 on an H200.
+    # How far bf16 lies from fp32 with these random weights: 0.1004 on an H200.
     assert 1e-4 < mx.abs(blocks[0] - blocks[1]).mean().item() < 0.2
 
 
