@@ -210,7 +210,7 @@ def _load_tokenizer(folder: Path, eos_token_ids: Any) -> TokenizerWrapper:
                 extra["config"] = PreTrainedConfig()
         tokenizer: TokenizerWrapper = load_tokenizer(folder, extra, eos_token_ids=eos_token_ids)
         return tokenizer
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:  # the tokenizers library raises Exception itself
         raise ValueError(
             f"[load] transformers cannot read the tokenizer in {folder}: {_first_line(error)}"
         ) from error
