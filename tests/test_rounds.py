@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dflash_native import ops
 from inputs import DTYPES, at, gated_delta, name, same
 
-HK, HV, DK, DV, C, K = 1, 2, 32, 8, 12, 4
+HK, HV, DK, DV, C, K = 1, 4, 64, 33, 12, 4  # several threads, rows that are no multiple of 4
 ROUNDS = st.lists(
     st.tuples(
         st.sampled_from(["verify", "verify", "verify", "step", "flush"]),
