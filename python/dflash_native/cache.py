@@ -148,7 +148,6 @@ class Cache:
         if self.uncommitted is None:
             raise ValueError("[Cache] commit expected a verify before it but none is uncommitted")
         self._take("commit", keep, self.uncommitted, [0] * self.batch_size)
-        self.uncommitted = None
 
     def amend(self, keep: Sequence[int]) -> None:
         """Change the last commit to `keep`, as long as nothing was called after it.
@@ -178,8 +177,9 @@ class Cache:
             if isinstance(layer, RecurrentCache):
                 layer.keep = device_counts
         changes = zip(self.lengths, counts, before, strict=True)
-        self.lengths = [length + count - less for length, count, less in changes]
-        self._last_commit = inputs, counts
+        lengths = [length + count - less for length, count, less in changes]
+        # No call between these: a Ctrl-C finds all of them done or none.
+        self.lengths, self.uncommitted, self._last_commit = lengths, None, (inputs, counts)
 
     def snapshot(self) -> Callable[[], None]:
         """A function that takes everything back to now, if at most one verify was committed since.

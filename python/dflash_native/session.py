@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import cast
 
@@ -24,64 +24,8 @@ import mlx.core as mx
 
 from .cache import Cache
 from .drafters.protocol import Drafter
+from .rounds import Round, Stats
 from .targets import Target
-
-
-@dataclass(frozen=True)
-class Round:
-    """What one round did."""
-
-    tokens: list[int]
-    """Emitted, in order: the accepted drafts and the target's own token after them."""
-
-    drafts: list[int]
-    """What the drafter proposed; empty in plain decoding."""
-
-    accepted: int
-    """How many drafts agreed with the target, counted from the first."""
-
-    logits: mx.array
-    """`[len(tokens), V]`: row i is the distribution that `tokens[i]` is the argmax of. Lazy."""
-
-
-@dataclass
-class Stats:
-    """Sums over a session's rounds."""
-
-    rounds: int = 0
-    tokens: int = 0
-    """Emitted, the target's own included, less those that `rewind` took back."""
-    drafted: int = 0
-    accepted: int = 0
-    drafted_at: list[int] = field(default_factory=list)
-    """Drafts made at position 1, 2, … of a block."""
-    accepted_at: list[int] = field(default_factory=list)
-    """Drafts accepted at position 1, 2, … of a block."""
-    synchronisations: int = 0
-    """Times that the host waited for the device in a round."""
-
-    @property
-    def tokens_per_round(self) -> float:
-        """The target's own token included."""
-        return self.tokens / self.rounds if self.rounds else 0.0
-
-    @property
-    def acceptance(self) -> float:
-        """Accepted ÷ drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    def count(self, drafted: int, accepted: int) -> None:
-        """Add one round."""
-        self.rounds += 1
-        self.tokens += accepted + 1
-        self.drafted += drafted
-        self.accepted += accepted
-        missing = drafted - len(self.drafted_at)
-        self.drafted_at.extend([0] * missing)
-        self.accepted_at.extend([0] * missing)
-        for at in range(drafted):
-            self.drafted_at[at] += 1
-            self.accepted_at[at] += at < accepted
 
 
 @dataclass
@@ -153,6 +97,8 @@ class Session:
         self._unfed: tuple[mx.array, int] | None = None
         """Taps of the last round and their position, until the draft gets those that were kept."""
         self._in_flight: list[_Verify] = []
+        self._finishing: tuple[_Verify, list[int], list[int]] | None = None
+        """A round that was read: its verify, its tokens, and `tokens` before it."""
         self._closed = False
         self._broken: str | None = None
 
@@ -217,7 +163,7 @@ class Session:
         )
         arrays = self._cache.arrays()
         if self._draft is not None and taps is not None:
-            self._draft.extend(taps[:, count - rows :], start + done + count - rows)
+            self._feed(taps[:, count - rows :], start + done + count - rows)
             arrays += self._draft.arrays()
         self._evaluate(arrays)
         mx.clear_cache()
@@ -253,15 +199,29 @@ class Session:
             raise
         drafts, choice = rest[: verify.drafted], rest[verify.drafted :]
         tokens = choice[: accepted + 1]
-        self._in_flight.pop(0)
-        if verify.take_back is None:
+        result = Round(tokens, drafts, accepted, verify.logits[0, : accepted + 1])
+        self._finishing = verify, tokens, self.tokens
+        try:
+            self._finish()
+        except BaseException:  # Ctrl-C: the round is over, so it is finished all the same
+            self._finish()
+            raise
+        self.stats.count(verify.drafted, accepted)
+        return result
+
+    def _finish(self) -> None:
+        """Commit the round that the host has read. What was done already is not done again."""
+        if self._finishing is None:
+            return
+        verify, tokens, before = self._finishing
+        if self._cache.lengths[0] == verify.position:
             self._cache.commit([len(tokens)])
-        self._round_start = len(self.tokens)
-        self.tokens.extend(tokens)
+        if self._in_flight and self._in_flight[0] is verify:
+            del self._in_flight[0]
         if verify.taps is not None:
             self._unfed = verify.taps, verify.position
-        self.stats.count(verify.drafted, accepted)
-        return Round(tokens, drafts, accepted, verify.logits[0, : accepted + 1])
+        round_start, after = len(before), before + tokens
+        self._round_start, self.tokens, self._finishing = round_start, after, None
 
     def rewind(self, count: int) -> None:
         """Keep only the first `count` tokens of the last round, before anything else is called.
@@ -365,11 +325,19 @@ class Session:
         """Give the draft what the last round kept; from here on it cannot be rewound."""
         self._drop_in_flight()
         self._round_start = None
-        unfed, self._unfed = self._unfed, None
-        if unfed is not None and self._draft is not None:
-            taps, position = unfed
-            kept = self._cache.lengths[0] - position
-            self._draft.extend(taps[:, :kept], position)
+        if self._unfed is not None and self._draft is not None:
+            taps, position = self._unfed
+            self._feed(taps[:, : self._cache.lengths[0] - position], position)
+        self._unfed = None
+
+    def _feed(self, taps: mx.array, position: int) -> None:
+        """Extend the draft's context. A draft that was interrupted in it is no longer trusted."""
+        assert self._draft is not None
+        try:
+            self._draft.extend(taps, position)
+        except BaseException as error:
+            self._broken = f"the draft lost its context, {error!r}"
+            raise
 
     def _drop_in_flight(self) -> None:
         """Take back what the host has not read."""
@@ -397,7 +365,7 @@ class Session:
             raise ValueError("[Session] the session is closed.")
         if self._broken is not None:
             raise ValueError(
-                f"[Session] an evaluation failed ({self._broken}), so the session's state is lost."
+                f"[Session] expected a sound state but an earlier call failed: {self._broken}."
             )
 
 

@@ -1,0 +1,64 @@
+"""What a session tells of its rounds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Round:
+    """What one round did."""
+
+    tokens: list[int]
+    """Emitted, in order: the accepted drafts and the target's own token after them."""
+
+    drafts: list[int]
+    """What the drafter proposed; empty in plain decoding."""
+
+    accepted: int
+    """How many drafts agreed with the target, counted from the first."""
+
+    logits: mx.array
+    """`[len(tokens), V]`: row i is the distribution that `tokens[i]` is the argmax of. Lazy."""
+
+
+@dataclass
+class Stats:
+    """Sums over a session's rounds."""
+
+    rounds: int = 0
+    tokens: int = 0
+    """Emitted, the target's own included, less those that `rewind` took back."""
+    drafted: int = 0
+    accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    """Drafts made at position 1, 2, … of a block."""
+    accepted_at: list[int] = field(default_factory=list)
+    """Drafts accepted at position 1, 2, … of a block."""
+    synchronisations: int = 0
+    """Times that the host waited for the device in a round."""
+
+    @property
+    def tokens_per_round(self) -> float:
+        """The target's own token included."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Accepted ÷ drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def count(self, drafted: int, accepted: int) -> None:
+        """Add one round."""
+        self.rounds += 1
+        self.tokens += accepted + 1
+        self.drafted += drafted
+        self.accepted += accepted
+        missing = drafted - len(self.drafted_at)
+        self.drafted_at.extend([0] * missing)
+        self.accepted_at.extend([0] * missing)
+        for at in range(drafted):
+            self.drafted_at[at] += 1
+            self.accepted_at[at] += at < accepted
