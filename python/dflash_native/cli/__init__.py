@@ -24,6 +24,13 @@ _BlockSize = Annotated[
     int | None,
     typer.Option(help="Inputs of a verify, at most the draft's own block, which is the default."),
 ]
+_Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact/--no-exact",
+        help="Decode by operations that give a block the bits of single steps, or by MLX's own.",
+    ),
+]
 
 
 def _print_version(wanted: bool) -> None:
@@ -69,6 +76,7 @@ def demo_command(
     dtype: Annotated[
         DtypeName, typer.Option(help="Of weights and activations; stored: 8-bit and bfloat16.")
     ] = "float32",
+    exact: _Exact = True,
 ) -> None:
     """Show the built-in pair at work, then compare DFlash with plain decoding.
 
@@ -85,6 +93,7 @@ def demo_command(
             max_tokens=max_tokens,
             block_size=block_size,
             dtype=dtype,
+            exact=exact,
         )
 
 
@@ -112,6 +121,7 @@ def generate_command(
             show_default="stored; float32 for the built-in pair",
         ),
     ] = None,
+    exact: _Exact = True,
     json: _Json = False,
 ) -> None:
     """Continue a prompt: the text on standard output, statistics on standard error.
@@ -132,5 +142,6 @@ def generate_command(
             raw=raw,
             stop=stop or [],
             dtype=dtype,
+            exact=exact,
             as_json=json,
         )

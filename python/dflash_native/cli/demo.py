@@ -68,7 +68,13 @@ class DraftMarks:
 
 
 def run(
-    *, as_json: bool, prompts: int, max_tokens: int, block_size: int | None, dtype: str
+    *,
+    as_json: bool,
+    prompts: int,
+    max_tokens: int,
+    block_size: int | None,
+    dtype: str,
+    exact: bool,
 ) -> None:
     """Run and print the demo; with `as_json`, one object on standard output and nothing else."""
     available = demo_prompts()
@@ -77,7 +83,7 @@ def run(
     if max_tokens < 1:
         raise OptionError(f"expected --max-tokens of at least 1 but got {max_tokens}")
     check_block_size(block_size)
-    target, tokenizer, drafter = demo_pair(dtype)
+    target, tokenizer, drafter = demo_pair(dtype, exact)
     largest = drafter.max_drafts + 1
     width = largest if block_size is None else block_size
     if width > largest:
@@ -88,6 +94,7 @@ def run(
         "backend": backend(),
         **measure.summarise(comparisons),
         "dtype": dtype,
+        "exact": exact,
         "block_size": width,
         "max_tokens": max_tokens,
     }
@@ -232,7 +239,9 @@ def _difference(target: Target, comparison: measure.Comparison) -> str:
     where = f"{comparison.name} is not identical: token {(comparison.difference or 0) + 1} differs"
     if gap is None:
         return f"{where} because one of the two ends there."
-    return (
-        f"{where}, where plain decoding's logit is ahead of the other token's by {gap:.2g}. Matrix "
-        "products and attention are MLX's own, and may round one row and a block differently."
+    return f"{where}, where plain decoding's logit is ahead of the other token's by {gap:.2g}. " + (
+        "That must not be: both ran by operations whose bits do not depend on the width."
+        if target.exact
+        else "Matrix products and attention are MLX's own (--no-exact), and may round one row "
+        "and a block differently."
     )
