@@ -98,7 +98,7 @@ def verify_attention(
     q: mx.array,
     k: mx.array,
     v: mx.array,
-    lengths: mx.array,
+    lengths: Any,
     scale: float,
     window: int | None = None,
     causal: bool = True,
@@ -108,7 +108,7 @@ def verify_attention(
     stream: Any = None,
 ) -> mx.array:
     inputs, batches = q.shape[2], []
-    host: Any = lengths.tolist()
+    host: Any = lengths.tolist() if isinstance(lengths, mx.array) else lengths
     for b, length in enumerate(host):
         found = []
         for i in range(inputs):

@@ -211,7 +211,7 @@ def _remarks(
     )
     for comparison in comparisons:
         if comparison.difference is not None:
-            yield _difference(target, comparison)
+            yield _difference(target, comparison, summary["exact"])
     ratio, per_round = summary["speedup"], summary["tokens_per_round"]
     steps = summary["round_in_plain_steps"]
     yield (
@@ -222,7 +222,7 @@ def _remarks(
         rows = summary["block_size"]
         cost = measure.matmul_cost(target, rows)
         product = (
-            f"MLX's matrix product on this backend ({summary['backend']}) takes {cost:.1f} times "
+            f"the matrix product on this backend ({summary['backend']}) takes {cost:.1f} times "
             f"as long for {rows} rows as for one (measured just now on the LM head)"
         )
         yield (
@@ -234,14 +234,18 @@ def _remarks(
         )
 
 
-def _difference(target: Target, comparison: measure.Comparison) -> str:
+def _difference(target: Target, comparison: measure.Comparison, exact: bool) -> str:
     gap = measure.logit_gap(target, comparison)
     where = f"{comparison.name} is not identical: token {(comparison.difference or 0) + 1} differs"
     if gap is None:
         return f"{where} because one of the two ends there."
-    return f"{where}, where plain decoding's logit is ahead of the other token's by {gap:.2g}. " + (
-        "That must not be: both ran by operations whose bits do not depend on the width."
-        if target.exact
-        else "Matrix products and attention are MLX's own (--no-exact), and may round one row "
-        "and a block differently."
+    reason = (
+        "That is an error: with --exact nothing may depend on the width of a block."
+        if exact
+        else "Matrix products and attention are MLX's own, and may round one row and a block "
+        "differently."
+    )
+    return (
+        f"{where}, where plain decoding's logit is ahead of the other token's by {gap:.2g}. "
+        f"{reason}"
     )

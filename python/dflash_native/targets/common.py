@@ -86,13 +86,18 @@ class Span:
         self._updates.append(update)
 
     def finish(self) -> None:
-        """Take the call into the cache."""
-        for update in self._updates:
-            update()
-        if self.commit:
-            self._cache.lengths = [length + self.inputs for length in self._cache.lengths]
-        else:
-            self._cache.uncommitted = self.inputs
+        """Take the call into the cache: all of it, or nothing where Ctrl-C falls into it."""
+        take_back = self._cache.snapshot()
+        try:
+            for update in self._updates:
+                update()
+            if self.commit:
+                self._cache.lengths = [length + self.inputs for length in self._cache.lengths]
+            else:
+                self._cache.uncommitted = self.inputs
+        except BaseException:
+            take_back()
+            raise
 
 
 Mixer: TypeAlias = Callable[[Module, mx.array, Any, Span], mx.array]
