@@ -22,32 +22,32 @@ constexpr uint32_t kAll = (1u << kLanes) - 1;
 typedef float Eight __attribute__((vector_size(32)));
 typedef uint32_t EightWords __attribute__((vector_size(32)));
 
-template <typename To, typename From>
-inline To load_as(const From* from) {
-  To x;
-  std::memcpy(&x, from, sizeof x);
-  return x;
+template <typename T>
+inline void read(const void* from, T& to) {
+  std::memcpy(&to, from, sizeof to);
 }
 
 /// Eight values to fp32.
 template <typename T>
-inline Eight widen8(const T* from) {
-  Eight x;
-  for (int i = 0; i < 8; ++i) x[i] = to_float(from[i]);
-  return x;
+inline void widen8(const T* from, Eight& to) {
+  for (int i = 0; i < 8; ++i) to[i] = to_float(from[i]);
 }
 template <>
-inline Eight widen8<float>(const float* from) {
-  return load_as<Eight>(from);
+inline void widen8<float>(const float* from, Eight& to) {
+  read(from, to);
 }
 #if defined(__AVX2__)
 template <>
-inline Eight widen8<BFloat>(const BFloat* from) {
-  return Eight(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load_as<__m128i>(from)), 16));
+inline void widen8<BFloat>(const BFloat* from, Eight& to) {
+  __m128i narrow;
+  read(from, narrow);
+  to = Eight(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
 }
 template <>
-inline Eight widen8<Half>(const Half* from) {
-  return Eight(_mm256_cvtph_ps(load_as<__m128i>(from)));
+inline void widen8<Half>(const Half* from, Eight& to) {
+  __m128i narrow;
+  read(from, narrow);
+  to = Eight(_mm256_cvtph_ps(narrow));
 }
 #endif
 
@@ -78,7 +78,7 @@ inline void load_columns(const T* const* rows, int d, float* to) {
   for (int part = 0; part < 16; part += 8) {
     Eight x[8];
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) x[i] = widen8(rows[i] + d + part);
+    for (int i = 0; i < 8; ++i) widen8(rows[i] + d + part, x[i]);
     transpose(x);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; ++i) std::memcpy(to + (part + i) * kLanes, &x[i], sizeof x[i]);
@@ -88,11 +88,11 @@ template <>
 inline void load_columns<BFloat>(const BFloat* const* rows, int d, float* to) {
   Eight x[8];  // pairs of values
 #pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) x[i] = load_as<Eight>(rows[i] + d);
+  for (int i = 0; i < 8; ++i) read(rows[i] + d, x[i]);
   transpose(x);
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) {
-    const EightWords pair = load_as<EightWords>(&x[i]), even = pair << 16, odd = pair & 0xffff0000u;
+    const EightWords pair = EightWords(x[i]), even = pair << 16, odd = pair & 0xffff0000u;
     std::memcpy(to + 2 * i * kLanes, &even, sizeof even);
     std::memcpy(to + (2 * i + 1) * kLanes, &odd, sizeof odd);
   }
@@ -107,21 +107,33 @@ void load_keys(const T* from, int count, int D, float* to) {
       rows[i] = from + size_t(half + i < count ? half + i : count - 1) * D;
     }
     for (int d = 0; d < D; d += 16) {
-      for (int i = 0; i < 8; ++i) __builtin_prefetch(rows[i] + kLanes * D + d);
       load_columns(rows, d, to + d * kLanes + half);
     }
   }
 }
 
-/// `size` values to fp32, and those of the next sub-block on their way into the cache.
+/// `size` values to fp32.
 template <typename T>
-void load_values(const T* from, int size, int next, float* to) {
+void load_values(const T* from, int size, float* to) {
   for (int i = 0; i < size; i += 8) {
-    __builtin_prefetch(from + next + i);
-    const Eight x = widen8(from + i);
+    Eight x;
+    widen8(from + i, x);
     std::memcpy(to + i, &x, sizeof x);
   }
 }
+
+/// What comes two sub-blocks later: fetched bit by bit, while this one is multiplied.
+struct Ahead {
+  const char* at;
+  int bytes;  // of 16 values
+  template <typename T>
+  Ahead(const T* block, int dim)
+      : at(reinterpret_cast<const char*>(block + 2 * kLanes * dim)), bytes(kLanes * sizeof(T)) {
+  }
+  void fetch(int i) const {
+    __builtin_prefetch(at + i * bytes);
+  }
+};
 
 /// Calls run.operator()<n>() for n in 1 .. kRows.
 template <int N = kRows, typename Run>
@@ -132,10 +144,11 @@ inline void with_rows(int n, Run&& run) {
 
 /// Scores of n queries with 16 keys: [n, 16] in rows of kChunk.
 template <int N>
-void score_rows(const float* q, const float* keys, int D, float scale, float* to) {
+void score_rows(const float* q, const float* keys, int D, float scale, Ahead ahead, float* to) {
   Vec sum[N];
   for (Vec& x : sum) x = splat(0.0f);
   for (int d = 0; d < D; ++d) {
+    ahead.fetch(d);
     const Vec key = load(keys + d * kLanes);
     for (int r = 0; r < N; ++r) sum[r] = fma(splat(q[r * D + d]), key, sum[r]);
   }
@@ -144,11 +157,13 @@ void score_rows(const float* q, const float* keys, int D, float scale, float* to
 
 /// Adds p v of keys first .. last - 1 of a sub-block to o [n, Dv].
 template <int N>
-void value_rows(const float* p, const float* values, int Dv, int first, int last, float* o) {
+void value_rows(
+    const float* p, const float* values, int Dv, int first, int last, Ahead ahead, float* o) {
   for (int d = 0; d < Dv; d += kLanes) {
     Vec sum[N];
     for (int r = 0; r < N; ++r) sum[r] = load(o + r * Dv + d);
     for (int key = first; key < last; ++key) {
+      ahead.fetch(d + key);
       const Vec value = load(values + key * Dv + d);
       for (int r = 0; r < N; ++r) sum[r] = fma(splat(p[r * kChunk + key]), value, sum[r]);
     }
@@ -192,7 +207,8 @@ void exponentials(float* s, const uint32_t* seen, float* m, float* l) {
     float* at = s + block * kLanes;
     replace_unseen(at, seen[block], -__builtin_inff());
     for (int half = 0; half < 2; ++half) {
-      const Eight x = load_as<Eight>(at + 8 * half);
+      Eight x;
+      read(at + 8 * half, x);
       top[half] = x > top[half] ? x : top[half];
     }
   }
@@ -203,7 +219,11 @@ void exponentials(float* s, const uint32_t* seen, float* m, float* l) {
   for (int block = first; block < last; ++block) {
     float* at = s + block * kLanes;
     replace_unseen(at, seen[block], 0.0f);
-    for (int half = 0; half < 2; ++half) sum[half] += load_as<Eight>(at + 8 * half);
+    for (int half = 0; half < 2; ++half) {
+      Eight x;
+      read(at + 8 * half, x);
+      sum[half] += x;
+    }
   }
   const Eight t = sum[0] + sum[1];
   *m = most;
@@ -234,11 +254,13 @@ void chunk_of_head(
   for (int block = 0; block < kBlocks; ++block) {
     if (!by_any[block]) continue;
     const int at = block * kLanes, count = end - at < kLanes ? end - at : kLanes;
+    const Ahead ahead(keys + size_t(at) * D, D);
     load_keys(keys + size_t(at) * D, count, D, tile);
     for (int r = 0, rows; r < n; r += rows) {
       rows = (n - r) / ((n - r + kRows - 1) / kRows);
-      with_rows(
-          rows, [&]<int N>() { score_rows<N>(q + r * D, tile, D, p.scale, s + r * kChunk + at); });
+      with_rows(rows, [&]<int N>() {
+        score_rows<N>(q + r * D, tile, D, p.scale, ahead, s + r * kChunk + at);
+      });
     }
   }
   for (int r = 0; r < n; ++r) {
@@ -248,7 +270,8 @@ void chunk_of_head(
   for (int block = 0; block < kBlocks; ++block) {
     if (!by_any[block]) continue;
     const int at = block * kLanes, count = end - at < kLanes ? end - at : kLanes;
-    load_values(values + size_t(at) * Dv, count * Dv, kLanes * Dv, tile);
+    const Ahead ahead(values + size_t(at) * Dv, Dv);
+    load_values(values + size_t(at) * Dv, count * Dv, tile);
     for (int r = 0, rows; r < n; r += rows) {
       const uint32_t bits = seen[r][block];
       for (rows = 1; rows < kRows && r + rows < n && seen[r + rows][block] == bits;) ++rows;
@@ -256,7 +279,7 @@ void chunk_of_head(
         if (last = first; !(bits >> first & 1)) continue;
         while (last < kLanes && bits >> last & 1) ++last;
         with_rows(rows, [&]<int N>() {
-          value_rows<N>(s + r * kChunk + at, tile, Dv, first, last, o + r * Dv);
+          value_rows<N>(s + r * kChunk + at, tile, Dv, first, last, ahead, o + r * Dv);
         });
       }
     }
@@ -279,7 +302,7 @@ void chunks(const VerifyAttention& p, int part, int parts) {
       for (int r = 0; r < p.queries; ++r) {
         const int t = (p.first + r) / group, h = head * group + (p.first + r) % group;
         const size_t row = (size_t(b) * p.heads + h) * p.inputs + t;
-        load_values(static_cast<const T*>(p.q) + row * D, D, 0, q + r * D);
+        load_values(static_cast<const T*>(p.q) + row * D, D, q + r * D);
       }
       loaded = pair;
     }
