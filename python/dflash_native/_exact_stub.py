@@ -7,8 +7,6 @@ from typing import Any
 
 import mlx.core as mx
 
-HEAD_DIMS = (32, 64, 96, 128, 256)
-
 
 @dataclass(frozen=True)
 class PackedWeight:
@@ -92,33 +90,6 @@ def verify_gather_matmul(
     rows = mx.broadcast_to(x, (*indices.shape, x.shape[-1])).reshape(-1, x.shape[-1])
     found = [_product(rows[i : i + 1], weight, flat[i], bias) for i in range(flat.size)]
     return mx.concatenate(found).reshape(*indices.shape, -1)
-
-
-def verify_attention(
-    q: mx.array,
-    k: mx.array,
-    v: mx.array,
-    lengths: Any,
-    scale: float,
-    window: int | None = None,
-    causal: bool = True,
-    mask: mx.array | None = None,
-    sinks: mx.array | None = None,
-    *,
-    stream: Any = None,
-) -> mx.array:
-    inputs, batches = q.shape[2], []
-    host: Any = lengths.tolist() if isinstance(lengths, mx.array) else lengths
-    for b, length in enumerate(host):
-        found = []
-        for i in range(inputs):
-            end = length + (i + 1 if causal else inputs)
-            start = 0 if window is None else max(0, length + i - window + 1)
-            keys = (x[b : b + 1, :, start:end].astype(mx.float32) for x in (k, v))
-            row = q[b : b + 1, :, i : i + 1].astype(mx.float32)
-            found.append(mx.fast.scaled_dot_product_attention(row, *keys, scale=scale))
-        batches.append(mx.concatenate(found, axis=2))
-    return mx.concatenate(batches).astype(q.dtype)
 
 
 def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .._exact_stub import HEAD_DIMS
+from ..ops import HEAD_DIMS
 
 _ARCHITECTURES = {"DFlashDraftModel": False, "DFlash2DraftModel": True}
 _LAYER_TYPES = ("full_attention", "sliding_attention")

@@ -13,7 +13,8 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models.rope_utils import initialize_rope
 
-from .. import _exact_stub as ops
+from .. import _exact_stub as rowwise
+from .. import ops
 from ..products import Products
 from .config import DFlashConfig
 from .context import ContextCache
@@ -77,7 +78,7 @@ class MLP(Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         gate, up = self.matmul(self.gate_proj, x), self.matmul(self.up_proj, x)
-        return self.matmul(self.down_proj, ops.swiglu(gate, up))
+        return self.matmul(self.down_proj, rowwise.swiglu(gate, up))
 
 
 class Layer(Module):

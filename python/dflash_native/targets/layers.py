@@ -14,7 +14,8 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
-from .. import _exact_stub as ops
+from .. import _exact_stub as rowwise
+from .. import ops
 from ..cache import AttentionCache
 from ..products import Products
 
@@ -127,25 +128,25 @@ class ExactLayers:
         return self.products.matmul(layer, x)
 
     def norm(self, layer: Module, x: mx.array) -> mx.array:
-        return ops.rms_norm(x, layer.weight, layer.eps)
+        return rowwise.rms_norm(x, layer.weight, layer.eps)
 
     def add_norm(self, layer: Module, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
-        return ops.add_rms_norm(x, y, layer.weight, layer.eps)
+        return rowwise.add_rms_norm(x, y, layer.weight, layer.eps)
 
     def unit_norm(self, x: mx.array, epsilon: float) -> mx.array:
-        return ops.rms_norm(x, None, epsilon)
+        return rowwise.rms_norm(x, None, epsilon)
 
     def gated_norm(self, layer: Module, x: mx.array, gate: mx.array) -> mx.array:
-        return ops.rms_norm_gated(x, layer.weight, gate, layer.eps)
+        return rowwise.rms_norm_gated(x, layer.weight, gate, layer.eps)
 
     def sigmoid_gate(self, x: mx.array, gate: mx.array) -> mx.array:
-        return ops.sigmoid_gate(x, gate)
+        return rowwise.sigmoid_gate(x, gate)
 
     def mlp(self, layer: Module, x: mx.array) -> mx.array:
         if isinstance(layer, Qwen3NextSparseMoeBlock):
             return self._experts(layer, x)
         gate, up = self.linear(layer.gate_proj, x), self.linear(layer.up_proj, x)
-        return self.linear(layer.down_proj, ops.swiglu(gate, up))
+        return self.linear(layer.down_proj, rowwise.swiglu(gate, up))
 
     def attention(
         self,
@@ -169,11 +170,11 @@ class ExactLayers:
         experts, gather = block.switch_mlp, self.products.gather_matmul
         inputs = mx.expand_dims(x, -2)
         gate, up = (gather(e, inputs, chosen) for e in (experts.gate_proj, experts.up_proj))
-        found = gather(experts.down_proj, ops.swiglu(gate, up), chosen)
+        found = gather(experts.down_proj, rowwise.swiglu(gate, up), chosen)
         weighted = found.astype(mx.float32) * weights[..., None]
         mixed = _sum([weighted[..., at, :] for at in range(block.top_k)])
         shared = self.mlp(block.shared_expert, x)
-        shared = ops.sigmoid_gate(shared, self.linear(block.shared_expert_gate, x))
+        shared = rowwise.sigmoid_gate(shared, self.linear(block.shared_expert_gate, x))
         return mixed.astype(x.dtype) + shared
 
 

@@ -16,8 +16,8 @@ from mlx_lm.models import llama, qwen3, qwen3_5, qwen3_5_moe, qwen3_next
 from mlx_lm.models.rope_utils import Llama3RoPE, SuScaledRoPE, YarnRoPE
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwiGLU, SwitchGLU, SwitchLinear
 
-from .. import _exact_stub as ops
 from ..cache import AttentionCache, RecurrentCache
+from ..ops import HEAD_DIMS
 
 SHARDED_LAYERS = {
     "AllToShardedLinear",
@@ -82,8 +82,8 @@ def check_exact(model: Module, caches: Sequence[AttentionCache | RecurrentCache]
     for index, cache in enumerate(caches):
         if isinstance(cache, AttentionCache):
             dim = cache.keys.shape[-1]
-            if dim not in ops.HEAD_DIMS:
-                known = ", ".join(map(str, ops.HEAD_DIMS))
+            if dim not in HEAD_DIMS:
+                known = ", ".join(map(str, HEAD_DIMS))
                 raise ValueError(
                     f"[Target] expected layers that run exactly but the heads of layer {index} "
                     f"have {dim} dimensions and not {known}: {_HINT}"
