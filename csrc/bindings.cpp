@@ -13,6 +13,7 @@
 #include "gpu/metal.h"
 #include "gpu/sources.h"
 #include "kv_write.h"
+#include "verify_attention.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -105,5 +106,18 @@ NB_MODULE(_ext, m) {
       "window"_a,
       "stream"_a = nb::none());
   m.def("conv_window", &dflash::conv_window, "window"_a, "x"_a, "keep"_a, "stream"_a = nb::none());
+  m.def(
+      "verify_attention",
+      &dflash::verify_attention,
+      "q"_a,
+      "k"_a,
+      "v"_a,
+      "lengths"_a,
+      "scale"_a,
+      "window"_a = nb::none(),
+      "causal"_a = true,
+      "mask"_a = nb::none(),
+      "sinks"_a = nb::none(),
+      "stream"_a = nb::none());
   m.def("kv_write", &dflash::kv_write, "cache"_a, "new"_a, "lengths"_a, "stream"_a = nb::none());
 }

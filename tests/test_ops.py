@@ -43,6 +43,10 @@ def every_operation():
         "causal_conv1d_verify": (lambda *a: [ops.causal_conv1d_verify(*a)], [x, weight, window]),
         "conv_window": (lambda w, x: [ops.conv_window(w, x, keep)], [window, x]),
         "kv_write": (lambda c, n: [ops.kv_write(c, n, mx.array([0, 6]))], [cache, new]),
+        "verify_attention": (
+            lambda q, k, v: [ops.verify_attention(q, k, v, mx.array([0, 6]), 0.2)],
+            [mx.random.normal(s) for s in ((2, 6, 3, 32), (2, 2, 9, 32), (2, 2, 9, 32))],
+        ),
     }
     assert set(calls) == set(ops.__all__) - {"Tape"}
     mx.eval([arrays for _, arrays in calls.values()])

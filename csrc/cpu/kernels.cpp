@@ -6,15 +6,18 @@
 
 namespace dflash::cpu {
 
-#define DFLASH_DECLARE(isa)                                       \
-  namespace isa {                                                 \
-  void gated_delta(const GatedDelta& p, int part, int parts);     \
-  void gates(const Gates& p, int part, int parts);                \
-  void causal_conv1d(const CausalConv1d& p, int part, int parts); \
+#define DFLASH_DECLARE(isa)                                              \
+  namespace isa {                                                        \
+  void gated_delta(const GatedDelta& p, int part, int parts);            \
+  void gates(const Gates& p, int part, int parts);                       \
+  void causal_conv1d(const CausalConv1d& p, int part, int parts);        \
+  void verify_attention(const VerifyAttention& p, int part, int parts);  \
+  void combine_attention(const VerifyAttention& p, int part, int parts); \
   }
-#define DFLASH_TABLE(isa)                                  \
-  Kernels {                                                \
-    #isa, isa::gated_delta, isa::gates, isa::causal_conv1d \
+#define DFLASH_TABLE(isa)                                                          \
+  Kernels {                                                                        \
+    #isa, isa::gated_delta, isa::gates, isa::causal_conv1d, isa::verify_attention, \
+        isa::combine_attention                                                     \
   }
 
 #if defined(__x86_64__)

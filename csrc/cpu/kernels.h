@@ -46,12 +46,38 @@ struct CausalConv1d {
   Type type;
 };
 
+inline constexpr int kAttentionChunk = 256;   ///< key positions, part of the arithmetic
+inline constexpr int kAttentionQueries = 64;  ///< most queries of a key head in one pass
+
+/// One pass: queries first .. first + queries - 1 of each key head, of its T x (Hq / Hkv), the
+/// heads of one input side by side. Query i stands at position lengths[b] + i / (Hq / Hkv).
+struct VerifyAttention {
+  const void* q;       ///< [B, Hq, T, D]
+  const void* k;       ///< [B, Hkv, capacity, D]
+  const void* v;       ///< [B, Hkv, capacity, Dv]
+  const int* lengths;  ///< [B]
+  const bool* mask;    ///< [T, T] or null
+  const float* sinks;  ///< [Hq] or null
+  void* out;           ///< [B, Hq, T, Dv]
+  float* sums;         ///< [B, Hkv, chunks, queries, Dv]: of exp(score - m) v
+  float* stats;        ///< [B, Hkv, chunks, queries, 2]: m, the top score, and l; l = 0: none seen
+  const int *first_chunk, *end_chunk;  ///< [B], of those that the pass may see
+  int first, queries, chunks;
+  int batch, heads, key_heads, inputs, capacity, key_dim, value_dim;
+  int window;  ///< INT_MAX for none
+  bool causal;
+  float scale;
+  Type type;
+};
+
 /// One instruction set's kernels. `part` of `parts` is the share of one thread.
 struct Kernels {
   const char* name;
   void (*gated_delta)(const GatedDelta&, int part, int parts);
   void (*gates)(const Gates&, int part, int parts);
   void (*causal_conv1d)(const CausalConv1d&, int part, int parts);
+  void (*verify_attention)(const VerifyAttention&, int part, int parts);
+  void (*combine_attention)(const VerifyAttention&, int part, int parts);
 };
 
 /// The best set that this machine runs, or the one DFLASH_NATIVE_ISA names.

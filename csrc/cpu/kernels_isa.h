@@ -8,5 +8,7 @@ namespace dflash::cpu::DFLASH_ISA {
 void gated_delta(const GatedDelta& p, int part, int parts);
 void gates(const Gates& p, int part, int parts);
 void causal_conv1d(const CausalConv1d& p, int part, int parts);
+void verify_attention(const VerifyAttention& p, int part, int parts);
+void combine_attention(const VerifyAttention& p, int part, int parts);
 
 }  // namespace dflash::cpu::DFLASH_ISA

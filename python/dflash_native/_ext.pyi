@@ -50,3 +50,15 @@ def conv_window(
 def kv_write(
     cache: mx.array, new: mx.array, lengths: mx.array, stream: _Stream = None
 ) -> mx.array: ...
+def verify_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    lengths: mx.array,
+    scale: float,
+    window: int | None = None,
+    causal: bool = True,
+    mask: mx.array | None = None,
+    sinks: mx.array | None = None,
+    stream: _Stream = None,
+) -> mx.array: ...

@@ -176,6 +176,7 @@ class _Sample:
         self.cache = self._normal(2, 3, 16, 32).astype(dtype)
         self.new = self._normal(2, 3, 7, 32).astype(dtype)
         self.lengths = mx.array([9, 4], dtype=mx.int32)
+        self.queries = self._normal(2, 6, 7, 32).astype(dtype)
 
     def _normal(self, *shape: int) -> mx.array:
         return mx.random.normal(shape, key=next(self._keys))
@@ -198,6 +199,9 @@ _CALLS: dict[str, Callable[[Any, _Sample], Sequence[mx.array]]] = {
     "gated_delta_step": lambda m, s: m.gated_delta_step(*s.recurrence, s.state),
     "gated_delta_verify": _verify,
     "kv_write": lambda m, s: [m.kv_write(s.cache, s.new, s.lengths)],
+    "verify_attention": lambda m, s: [
+        m.verify_attention(s.queries, s.cache, s.cache, s.lengths, 32**-0.5)
+    ],
 }
 """One call of each operation, for `ops` and `reference` alike."""
 

@@ -41,6 +41,7 @@ __all__ = [
     "gated_delta_step",
     "gated_delta_verify",
     "kv_write",
+    "verify_attention",
 ]
 
 Rows = mx.array | Sequence[int]
@@ -246,3 +247,50 @@ def kv_write(
         limit = cache.shape[2] - new.shape[2]
     at = _rows("kv_write", "lengths", lengths, _size(cache, 0) or 0, limit)
     return _ext.kv_write(cache, new, at, stream)
+
+
+def verify_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    lengths: Rows,
+    scale: float,
+    window: int | None = None,
+    causal: bool = True,
+    mask: mx.array | None = None,
+    sinks: mx.array | None = None,
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """Softmax attention of T rows over caches that already hold the rows' own keys and values.
+
+    Row i stands at position `lengths[b] + i`. It sees every committed key (those before
+    `lengths[b]`) and of the block's T keys those up to its own, all with `causal=False`, or those
+    of its `mask`. Keys past the block are never read into a result. A row that sees nothing gives
+    zeros. Softmax in fp32, one rounding at the end.
+
+    Keys are taken in chunks of 256 absolute positions; a key that a row does not see is skipped,
+    not weighted zero. So the bits of a row depend on what it sees alone.
+
+    Args:
+        q: [B, Hq, T, D].
+        k: [B, Hkv, capacity, D], in q's dtype; Hq a multiple of Hkv.
+        v: [B, Hkv, capacity, Dv], in q's dtype. Dv = D of 32, 64, 96, 128 or 256, or D 192 with
+            Dv 128.
+        lengths: [B], 0 .. capacity - T.
+        scale: factor of the scores.
+        window: a row sees a key only where row position - key position < window; at least 1.
+        mask: [T, T] bool, row by key of the block, True where seen; replaces `causal`.
+        sinks: [Hq] fp32, a further score of each head without a value.
+
+    Returns:
+        [B, Hq, T, Dv] in q's dtype.
+    """
+    _check_arrays("verify_attention", q=q, k=k, v=v)
+    for name, array in (("mask", mask), ("sinks", sinks)):
+        if array is not None:
+            _check_arrays("verify_attention", **{name: array})
+    rows, capacity = _size(q, 2), _size(k, 2)
+    limit = None if rows is None or capacity is None or rows > capacity else capacity - rows
+    at = _rows("verify_attention", "lengths", lengths, _size(q, 0) or 0, limit)
+    return _ext.verify_attention(q, k, v, at, scale, window, causal, mask, sinks, stream)

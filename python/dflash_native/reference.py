@@ -7,6 +7,8 @@ arXiv:2412.06464), eq. 10.
 
 from __future__ import annotations
 
+from typing import cast
+
 import mlx.core as mx
 
 from .tape import Tape
@@ -129,3 +131,45 @@ def kv_write(cache: mx.array, new: mx.array, lengths: mx.array) -> mx.array:
     rows = lengths[:, None] + mx.arange(new.shape[2])
     rows = mx.broadcast_to(rows[:, None, :, None], new.shape)
     return mx.put_along_axis(cache, rows, new.astype(cache.dtype), axis=2)
+
+
+def _seen(length: int, t: int, inputs: int, window: int | None, causal: bool) -> list[int]:
+    """The positions that row t of a block sees, whatever its mask."""
+    last = length + t if causal else length + inputs - 1
+    first = 0 if window is None else max(0, length + t - window + 1)
+    return list(range(first, last + 1))
+
+
+def verify_attention(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    lengths: mx.array,
+    scale: float,
+    window: int | None = None,
+    causal: bool = True,
+    mask: mx.array | None = None,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """`ops.verify_attention`: for each row, softmax over the keys that it sees, gathered."""
+    repeats, inputs = q.shape[1] // k.shape[1], q.shape[2]
+    visible = None if mask is None else cast(list[list[bool]], mask.tolist())
+    batch = []
+    for b, length in enumerate(cast(list[int], lengths.tolist())):
+        rows = []
+        for t in range(inputs):
+            seen = _seen(length, t, inputs, window, causal and visible is None)
+            if visible is not None:
+                seen = [at for at in seen if at < length or visible[t][at - length]]
+            if not seen:
+                rows.append(mx.zeros((q.shape[1], v.shape[3])))
+                continue
+            at = mx.array(seen)
+            keys, values = (mx.repeat(_f32(x[b][:, at]), repeats, axis=0) for x in (k, v))
+            scores = (keys * _f32(q[b, :, t, None])).sum(-1) * scale
+            if sinks is not None:
+                scores = mx.concatenate([sinks[:, None], scores], axis=1)
+            weights = mx.softmax(scores, axis=-1)[:, -len(seen) :]
+            rows.append((weights[..., None] * values).sum(1))
+        batch.append(mx.stack(rows, 1))
+    return mx.stack(batch).astype(q.dtype)
