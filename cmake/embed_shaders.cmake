@@ -2,7 +2,7 @@
 #
 # Includes between our own files are dropped, since the launcher joins them in order; the hash of all
 # texts goes into the names of compiled kernels.
-file(GLOB files "${ROOT}/metal/*.h" "${ROOT}/metal/*.metal" "${ROOT}/csrc/gpu/metal_on_cuda.h")
+file(GLOB files "${ROOT}/metal/*.h" "${ROOT}/metal/*.metal" "${ROOT}/csrc/gpu/*_on_cuda.h")
 list(SORT files)
 set(entries "")
 set(all "")

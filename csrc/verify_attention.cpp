@@ -6,6 +6,7 @@
 
 #include "cpu/launch.h"
 #include "gpu/cuda.h"
+#include "gpu/verify_attention.h"
 
 namespace dflash {
 namespace {
@@ -118,7 +119,7 @@ mx::array verify_attention(
       .has_mask = mask.has_value(),
       .has_sinks = sinks.has_value()};
   if (cuda::runs_on(stream)) {
-    refuse(kOp, "expected a stream of the CPU but got one of a GPU");
+    return cuda::verify_attention(parts, operands, stream);
   }
   return mx::array(
       {batch, heads, inputs, v.shape(3)},
@@ -154,10 +155,6 @@ void VerifyAttention::run_cpu(
     cpu::expect_range(kOp, "lengths", args.lengths, args.batch, args.capacity - args.inputs);
     run_passes(args);
   });
-}
-
-void VerifyAttention::run_metal(const std::vector<mx::array>&, std::vector<mx::array>&) {
-  refuse(kOp, "expected a stream of the CPU but got one of a GPU");
 }
 
 }  // namespace dflash

@@ -14,6 +14,10 @@ METAL_FUNC float fma_rn(float a, float b, float c) {
   return metal::fma(a, b, c);
 }
 
+METAL_FUNC float max_rn(float a, float b) {
+  return metal::max(a, b);
+}
+
 METAL_FUNC float exp_rn(float x) {
   return metal::precise::exp(x);
 }

@@ -72,9 +72,10 @@ MTL::ComputePipelineState* pipeline(
   if (!library) {
     library = device.get_library("dflash_" + kernel + "_" + embedded_hash(), [&] {
       return "#define DFLASH_JIT 1\n#include <metal_stdlib>\nusing namespace metal;\n" +
-             embedded_source("arithmetic.h") + embedded_source(file + ".h") +
-             embedded_source(file + ".metal") + "\ntemplate [[host_name(\"" + kernel +
-             "\")]] [[kernel]] decltype(" + instance + ") " + instance + ";\n";
+             embedded_source("arithmetic.h") + embedded_source("matrix.h") +
+             embedded_source(file + ".h") + embedded_source(file + ".metal") +
+             "\ntemplate [[host_name(\"" + kernel + "\")]] [[kernel]] decltype(" + instance + ") " +
+             instance + ";\n";
     });
   }
   return device.get_kernel(kernel, library, hash, list);
@@ -113,6 +114,14 @@ void Launch::output(mx::array& x, int index) {
 
 void Launch::scalar(int x, int index) {
   mx::metal::get_command_encoder(stream_).set_bytes(x, index);
+}
+
+void Launch::scalar(float x, int index) {
+  mx::metal::get_command_encoder(stream_).set_bytes(x, index);
+}
+
+void Launch::temporary(const mx::array& x) {
+  mx::metal::get_command_encoder(stream_).add_temporary(x);
 }
 
 void Launch::threads(std::array<int, 3> grid, std::array<int, 3> group) {
@@ -159,6 +168,10 @@ void Launch::input(const mx::array&, int) {
 void Launch::output(mx::array&, int) {
 }
 void Launch::scalar(int, int) {
+}
+void Launch::scalar(float, int) {
+}
+void Launch::temporary(const mx::array&) {
 }
 void Launch::threads(std::array<int, 3>, std::array<int, 3>) {
 }

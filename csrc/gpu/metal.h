@@ -27,6 +27,9 @@ class Launch {
   void input(const mx::array& x, int index);
   void output(mx::array& x, int index);
   void scalar(int x, int index);
+  void scalar(float x, int index);
+  /// Memory that lives until the dispatch has run.
+  void temporary(const mx::array& x);
   void threads(std::array<int, 3> grid, std::array<int, 3> group);
   void threadgroups(std::array<int, 3> grid, std::array<int, 3> group);
 

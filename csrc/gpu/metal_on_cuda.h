@@ -25,6 +25,10 @@ METAL_FUNC float fma_rn(float a, float b, float c) {
   return __fmaf_rn(a, b, c);
 }
 
+METAL_FUNC float max_rn(float a, float b) {
+  return fmaxf(a, b);
+}
+
 METAL_FUNC float exp_rn(float x) {
   return ::expf(x);
 }

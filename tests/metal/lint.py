@@ -34,6 +34,11 @@ METAL_WORDS = {
 }
 
 
+def _of_the_compiler(functions: list[Node]) -> bool:
+    """Whether the innermost function is one that the compiler declares, such as a copy."""
+    return bool(functions) and " implicit " in functions[-1].tail
+
+
 def _in_metal_words(text: str) -> str:
     text = re.sub("|".join(METAL_WORDS), lambda m: METAL_WORDS[m.group(0)], text)
     text = re.sub(r"\b(\w+)__ty\b", r"type of \1", text).replace("__mk_", "")
@@ -147,7 +152,7 @@ class _Lint:
                     if floating and "part_of_explicit_cast" not in node.tail:
                         cast = node
                     self._visit(node, functions)
-                elif " implicit " not in node.tail:
+                elif " implicit " not in node.tail and not _of_the_compiler(functions):
                     self._visit(node, functions)
             if node.kind in FUNCTIONS:
                 functions.append(node)

@@ -1,0 +1,198 @@
+#include "verify_attention.h"
+
+#include <algorithm>
+#include <bit>
+#include <climits>
+
+#include "cuda.h"
+#include "metal.h"
+
+namespace dflash {
+namespace {
+
+constexpr int kChunk = 256, kChunkSimdgroups = 4, kStripes = 16;  // as in the shader
+
+struct Dims {
+  int batch, heads, key_heads, inputs, capacity, key_dim, value_dim, window;
+  Dims(const AttentionParts& parts, const std::vector<mx::array>& operands)
+      : batch(operands[0].shape(0)),
+        heads(operands[0].shape(1)),
+        key_heads(operands[1].shape(1)),
+        inputs(operands[0].shape(2)),
+        capacity(operands[1].shape(2)),
+        key_dim(operands[0].shape(3)),
+        value_dim(operands[2].shape(3)),
+        window(parts.window == INT_MAX ? 0 : parts.window) {
+  }
+  int group() const {
+    return heads / key_heads;
+  }
+  int chunks() const {
+    return (capacity + kChunk - 1) / kChunk;
+  }
+  /// Tiles of eight columns that a SIMD group works on, as its registers allow. The bits do not
+  /// depend on it.
+  int tiles(mx::Dtype dtype) const {
+    const int columns = group() * inputs;
+    const int most = dtype == mx::float32 ? 1 : value_dim > 128 ? 2 : 4;
+    return std::min(most, columns <= 8 ? 1 : columns <= 16 ? 2 : 4);
+  }
+  int column_blocks(int tiles) const {
+    return (group() * inputs + 8 * tiles - 1) / (8 * tiles);
+  }
+  mx::Shape partial() const {
+    return {batch, heads, inputs, chunks(), value_dim};
+  }
+  mx::Shape statistics() const {
+    return {batch, heads, inputs, chunks(), 2};
+  }
+};
+
+}  // namespace
+
+mx::array cuda::verify_attention(
+    const AttentionParts& parts, const std::vector<mx::array>& operands, mx::Stream stream) {
+  const Dims d(parts, operands);
+  const auto &q = operands[0], &k = operands[1], &v = operands[2], &lengths = operands[3];
+  const int tiles = d.tiles(q.dtype());
+  const std::string block =
+      "Block block; block.length = lengths[b]; block.inputs = T_;"
+      " block.end = block.length + T_; block.window = window; block.causal = causal;"
+      " block.has_mask = has_mask; const bool in_range = block.length >= 0 && block.end <= "
+      "capacity;";
+  std::vector<std::string> names = {"q", "k", "v", "lengths"};
+  std::vector<mx::array> given = {q, k, v, lengths};
+  if (parts.has_mask) {
+    names.push_back("mask");
+    given.push_back(operands[4]);
+  }
+  const auto partial = cuda::launch(
+      "attend_chunk",
+      {"matrix_on_cuda.h", "verify_attention.h"},
+      names,
+      {"partial", "statistics"},
+      "constexpr int sums = (Dv + 63) / 64 * 4 * tiles * 4 * 32;"
+      "constexpr int weights = DFLASH_CHUNK_SIMDGROUPS * 8 * tiles * DFLASH_WEIGHTS_STRIDE *"
+      " int(sizeof(T)) / 4;"
+      "__shared__ __align__(16) float shared[sums > weights ? sums : weights];"
+      "__shared__ float slices[DFLASH_CHUNK_SIMDGROUPS * 8 * tiles * 2];"
+      "const int Hkv = k_shape[1], T_ = q_shape[2], capacity = k_shape[2];"
+      "const int z = blockIdx.z, b = z / Hkv, chunks = (capacity + 255) / 256;" +
+          block +
+          "block.columns = q_shape[1] / Hkv * T_;"
+          "if (!in_range) return;"
+          "const size_t columns = size_t(z) * block.columns;"
+          "const T *own_q = q + columns * D, *own_k = k + size_t(z) * capacity * D,"
+          " *own_v = v + size_t(z) * capacity * Dv;"
+          "const auto addresses = reinterpret_cast<size_t>(q) | reinterpret_cast<size_t>(k) |"
+          " reinterpret_cast<size_t>(v);"
+          "auto attend = [&](auto whole) { attend_chunk<T, D, Dv, tiles, decltype(whole)::value>("
+          "own_q, own_k, own_v, " +
+          (parts.has_mask ? "mask" : "static_cast<const bool*>(nullptr)") +
+          ", partial + columns * chunks * Dv, statistics + columns * chunks * 2, block,"
+          " __int_as_float(scale_bits), chunks, int(blockIdx.y), int(blockIdx.x) * 8 * tiles,"
+          " int(threadIdx.y), int(threadIdx.x), shared, slices); };"
+          "if (addresses % 16 == 0) attend(cuda::std::true_type());"
+          " else attend(cuda::std::false_type());",
+      given,
+      {d.partial(), d.statistics()},
+      {mx::float32, mx::float32},
+      {32 * d.column_blocks(tiles), kChunkSimdgroups * d.chunks(), d.batch * d.key_heads},
+      {32, kChunkSimdgroups, 1},
+      {{"T", q.dtype()},
+       {"D", d.key_dim},
+       {"Dv", d.value_dim},
+       {"tiles", tiles},
+       {"window", d.window},
+       {"causal", parts.causal},
+       {"has_mask", parts.has_mask},
+       {"scale_bits", std::bit_cast<int>(parts.scale)}},
+      stream);
+  names = {"partial", "statistics", "lengths"};
+  given = {partial[0], partial[1], lengths};
+  if (parts.has_sinks) {
+    names.push_back("sinks");
+    given.push_back(operands.back());
+  }
+  return cuda::launch(
+      "combine_chunks",
+      {"matrix_on_cuda.h", "verify_attention.h"},
+      names,
+      {"out"},
+      "__shared__ float shared[DFLASH_STRIPES * (Dv + 1)];"
+      "const int column = blockIdx.x, T_ = partial_shape[2], head = column / T_;"
+      "const int b = head / partial_shape[1];" +
+          block + "combine_chunks<T, Dv>(partial, statistics, " +
+          (parts.has_sinks ? "sinks" : "static_cast<const float*>(nullptr)") +
+          ", out, block, has_sinks, in_range, head % partial_shape[1], partial_shape[3], column,"
+          " int(threadIdx.y), int(threadIdx.x), shared);",
+      given,
+      {{d.batch, d.heads, d.inputs, d.value_dim}},
+      {q.dtype()},
+      {32 * d.batch * d.heads * d.inputs, kStripes, 1},
+      {32, kStripes, 1},
+      {{"T", q.dtype()},
+       {"Dv", d.value_dim},
+       {"window", d.window},
+       {"causal", parts.causal},
+       {"has_mask", parts.has_mask},
+       {"has_sinks", parts.has_sinks},
+       {"capacity", d.capacity}},
+      stream)[0];
+}
+
+void VerifyAttention::run_metal(
+    const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
+  const Dims d(parts_, inputs);
+  const auto& q = inputs[0];
+  const std::string type = shader_type(q.dtype());
+  const int tiles = d.tiles(q.dtype());
+  const std::string dim = std::to_string(d.value_dim);
+  const std::string dims = std::to_string(d.key_dim) + "_" + dim + "_" + std::to_string(tiles);
+  metal::allocate(outputs);
+  std::vector<mx::array> parts = {
+      mx::array(d.partial(), mx::float32, nullptr, {}),
+      mx::array(d.statistics(), mx::float32, nullptr, {})};
+  metal::allocate(parts);
+  const std::vector<bool> constants = {parts_.has_mask, parts_.causal, parts_.has_sinks};
+  {
+    metal::Launch launch(
+        stream(),
+        "verify_attention",
+        "attend_chunk_" + type + "_" + dims,
+        "attend_chunk_kernel<" + type + ", " + std::to_string(d.key_dim) + ", " + dim + ", " +
+            std::to_string(tiles) + ">",
+        constants);
+    for (int i = 0; i < 4; ++i) launch.input(inputs[i], i);
+    launch.input(parts_.has_mask ? inputs[4] : q, 4);
+    launch.output(parts[0], 5);
+    launch.output(parts[1], 6);
+    int index = 7;
+    for (int x : {d.inputs, d.key_heads, d.group(), d.capacity, d.chunks(), d.window}) {
+      launch.scalar(x, index++);
+    }
+    launch.scalar(parts_.scale, index);
+    launch.threadgroups(
+        {d.column_blocks(tiles), d.chunks(), d.batch * d.key_heads}, {32, kChunkSimdgroups, 1});
+    launch.temporary(parts[0]);
+    launch.temporary(parts[1]);
+  }
+  metal::Launch launch(
+      stream(),
+      "verify_attention",
+      "combine_chunks_" + type + "_" + dim,
+      "combine_chunks_kernel<" + type + ", " + dim + ">",
+      constants);
+  launch.input(parts[0], 0);
+  launch.input(parts[1], 1);
+  launch.input(inputs[3], 2);
+  launch.input(parts_.has_sinks ? inputs.back() : q, 3);
+  launch.output(outputs[0], 4);
+  int index = 5;
+  for (int x : {d.inputs, d.heads, d.capacity, d.chunks(), d.window}) {
+    launch.scalar(x, index++);
+  }
+  launch.threadgroups({d.batch * d.heads * d.inputs, 1, 1}, {32, kStripes, 1});
+}
+
+}  // namespace dflash

@@ -1,0 +1,425 @@
+// Attention of a block of T inputs over a cache of any length, in two passes.
+//
+// attend_chunk: chunk c covers the absolute positions 256 c .. 256 c + 255, the block's own keys
+// included. SIMD group s of its four takes 64 of them, 32 after 32, with running statistics, and
+// the four parts combine in ascending order. combine_chunks: stripe s of sixteen adds chunks s, s +
+// 16,
+// ... in ascending order, and the stripes add in ascending order. So a row's order is a function of
+// positions alone; a key that a row does not see adds an exact zero, and groups of keys that none
+// sees are skipped.
+//
+// The T rows of the G heads that share a key head are G T columns of the matrix unit, column g T +
+// t.
+#pragma once
+
+#define DFLASH_CHUNK 256
+#define DFLASH_CHUNK_SIMDGROUPS 4
+#define DFLASH_STRIPES 16
+#define DFLASH_WEIGHTS_STRIDE 40  // 32 keys, and 8 so that columns start in other banks
+#define DFLASH_UNROLL _Pragma("unroll")
+
+/// The part of a call that concerns one batch row and key head.
+struct Block {
+  int length;   // committed keys
+  int end;      // length + inputs
+  int inputs;   // T
+  int columns;  // G T
+  int window;   // 0: none
+  bool causal;
+  bool has_mask;
+};
+
+/// Whether input t sees the key at a position.
+METAL_FUNC bool sees(Block block, const device bool* mask, int t, int key) {
+  const int position = block.length + t;
+  if (key >= block.end || (block.window > 0 && position - key >= block.window)) {
+    return false;
+  }
+  if (key < block.length) {
+    return true;
+  }
+  return block.has_mask ? mask[t * block.inputs + key - block.length]
+                        : !block.causal || key <= position;
+}
+
+/// The first position that some input sees.
+METAL_FUNC int first_seen(Block block) {
+  const int first = block.window > 0 ? block.length - block.window + 1 : 0;
+  return first > 0 ? first : 0;
+}
+
+METAL_FUNC float minus_infinity() {
+  return as_type<float>(0xff800000u);
+}
+
+METAL_FUNC float max_of_rows(float x) {
+  const ushort bits[3] = {DFLASH_ROW_BITS};
+  for (int i = 0; i < 3; ++i) {
+    x = max_rn(x, simd_shuffle_xor(x, bits[i]));
+  }
+  return x;
+}
+
+METAL_FUNC float sum_of_rows(float x) {
+  const ushort bits[3] = {DFLASH_ROW_BITS};
+  for (int i = 0; i < 3; ++i) {
+    x = add_rn(x, simd_shuffle_xor(x, bits[i]));
+  }
+  return x;
+}
+
+METAL_FUNC uint union_of_quads(uint x) {
+  const ushort bits[2] = {DFLASH_QUAD_BITS};
+  for (int i = 0; i < 2; ++i) {
+    x |= as_type<uint>(simd_shuffle_xor(as_type<float>(x), bits[i]));
+  }
+  return x;
+}
+
+METAL_FUNC uint union_of_rows(uint x) {
+  const ushort bits[3] = {DFLASH_ROW_BITS};
+  for (int i = 0; i < 3; ++i) {
+    x |= as_type<uint>(simd_shuffle_xor(as_type<float>(x), bits[i]));
+  }
+  return x;
+}
+
+/// e^(m - base), 0 for m = -inf, where base stands for the largest m.
+METAL_FUNC float weight_of(float m, float base) {
+  return m == minus_infinity() ? 0.0f : exp_rn(add_rn(m, -base));
+}
+
+template <typename T, int D, int Dv, int tiles, bool whole>
+METAL_FUNC void attend_chunk(
+    const device T* q,         // [columns, D]
+    const device T* k,         // [capacity, D]
+    const device T* v,         // [capacity, Dv]
+    const device bool* mask,   // [T, T]
+    device float* partial,     // [columns, chunks, Dv]
+    device float* statistics,  // [columns, chunks, 2]
+    Block block,
+    float scale,
+    int chunks,
+    int chunk,
+    int first_column,
+    int slice,
+    int lane,
+    threadgroup float* shared,               // [max(weights of the four, sums of one)]
+    threadgroup float* shared_statistics) {  // [4, 8 tiles, 2]
+  constexpr int value_blocks = (Dv + 63) / 64;
+  const int start = chunk * DFLASH_CHUNK;
+  const int first = first_seen(block);
+  if (start >= block.end || start + DFLASH_CHUNK <= first) {
+    return;
+  }
+  const int row = matrix_row(lane), quad = matrix_quad(lane);
+  threadgroup T* weights =
+      reinterpret_cast<threadgroup T*>(shared) + slice * (8 * tiles * DFLASH_WEIGHTS_STRIDE);
+
+  float largest[tiles][2], total[tiles][2];
+  Sums sums[value_blocks * 4][tiles];
+  DFLASH_UNROLL
+  for (int c = 0; c < tiles; ++c) {
+    DFLASH_UNROLL
+    for (int e = 0; e < 2; ++e) {
+      largest[c][e] = minus_infinity();
+      total[c][e] = 0.0f;
+    }
+    DFLASH_UNROLL
+    for (int i = 0; i < value_blocks * 4; ++i) {
+      sums[i][c] = no_sums();
+    }
+  }
+
+  for (int g = 0; g < 2; ++g) {
+    const int key0 = start + slice * 64 + g * 32;
+    if (key0 >= block.end || key0 + 32 <= first) {
+      continue;
+    }
+    Sums scores[2][tiles];
+    DFLASH_UNROLL
+    for (int c = 0; c < tiles; ++c) {
+      scores[0][c] = scores[1][c] = no_sums();
+    }
+    DFLASH_UNROLL
+    for (int d = 0; d < D; d += 32) {
+      Left<T> left[2];
+      DFLASH_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const int key = key0 + 8 * i + row;
+        const device T* p = k + size_t(key) * D + d + 8 * quad;
+        set_row(left[i / 2], i % 2, load_eight<T, T, whole>(p, key < block.end ? 8 : 0));
+      }
+      DFLASH_UNROLL
+      for (int c = 0; c < tiles; ++c) {
+        const int column = first_column + 8 * c;
+        const Right<T> right = load_right<T, whole>(
+            q + size_t(column) * D + d, D, block.columns - column, 8, 32, lane);
+        multiply_add(scores[0][c], left[0], right);
+        multiply_add(scores[1][c], left[1], right);
+      }
+    }
+
+    const bool seen_by_all =
+        key0 + 32 <= block.length && (block.window == 0 || key0 >= block.end - block.window);
+    uint seen[tiles][2];  // bit i: key0 + i
+    float factor[tiles][2];
+    DFLASH_UNROLL
+    for (int c = 0; c < tiles; ++c) {
+      DFLASH_UNROLL
+      for (int e = 0; e < 2; ++e) {
+        const int own = 8 * c + 2 * quad + e;
+        seen[c][e] = 0xffffffffu;
+        if (!seen_by_all) {
+          seen[c][e] = 0;
+          for (int i = 0; i < 4; ++i) {
+            const int t = (first_column + own) % block.inputs;
+            const bool one = sees(block, mask, t, key0 + 8 * i + row);
+            seen[c][e] |= one ? 1u << (8 * i + row) : 0u;
+          }
+        }
+        float score[4];
+        float best = minus_infinity();
+        DFLASH_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          const float x = mul_rn(scores[i / 2][c].x[2 * (i % 2) + e], scale);
+          score[i] = (seen[c][e] >> (8 * i + row)) & 1u ? x : minus_infinity();
+          best = max_rn(best, score[i]);
+        }
+        const float before = largest[c][e];
+        largest[c][e] = max_rn(before, max_of_rows(best));
+        const float base = largest[c][e] == minus_infinity() ? 0.0f : largest[c][e];
+        DFLASH_UNROLL
+        for (int i = 0; i < 4; ++i) {
+          score[i] = weight_of(score[i], base);
+          weights[own * DFLASH_WEIGHTS_STRIDE + 8 * i + row] = T(score[i]);
+        }
+        const float sum = add_rn(add_rn(score[0], score[1]), add_rn(score[2], score[3]));
+        factor[c][e] = weight_of(before, base);
+        total[c][e] = fma_rn(total[c][e], factor[c][e], sum_of_rows(sum));
+      }
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+    Right<T> right[tiles];
+    DFLASH_UNROLL
+    for (int c = 0; c < tiles; ++c) {
+      right[c] = load_right<T, true>(
+          weights + 8 * c * DFLASH_WEIGHTS_STRIDE, DFLASH_WEIGHTS_STRIDE, 8, 8, 32, lane);
+      DFLASH_UNROLL
+      for (int i = 0; i < value_blocks * 4; ++i) {
+        DFLASH_UNROLL
+        for (int e = 0; e < 4; ++e) {
+          sums[i][c].x[e] = mul_rn(sums[i][c].x[e], factor[c][e % 2]);
+        }
+      }
+    }
+    simdgroup_barrier(mem_flags::mem_threadgroup);
+
+    // Where some row does not see some key, 0 times NaN or infinity must not reach it.
+    DFLASH_UNROLL
+    for (int b = 0; b < value_blocks; ++b) {
+      const int d = 64 * b + 8 * row;
+      Eight<T> by_key[8], by_dim[8];
+      DFLASH_UNROLL
+      for (int i = 0; i < 8; ++i) {
+        const int key = key0 + 8 * quad + i;
+        const bool there = key < block.end && d < Dv;
+        by_key[i] = load_eight<T, T, whole>(v + size_t(key) * Dv + d, there ? 8 : 0);
+      }
+      transpose8(by_key, by_dim);
+      uint bad[8];
+      uint any = 0;
+      if (!seen_by_all) {
+        DFLASH_UNROLL
+        for (int j = 0; j < 8; ++j) {
+          bad[j] = remove_nonfinite(by_dim[j]) << (8 * quad);
+          any |= bad[j];
+        }
+      }
+      DFLASH_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        Left<T> left;
+        set_row(left, 0, by_dim[2 * i]);
+        set_row(left, 1, by_dim[2 * i + 1]);
+        DFLASH_UNROLL
+        for (int c = 0; c < tiles; ++c) {
+          multiply_add(sums[4 * b + i][c], left, right[c]);
+        }
+      }
+      if (!seen_by_all && simd_any(any != 0)) {
+        DFLASH_UNROLL
+        for (int j = 0; j < 8; ++j) {
+          const uint keys = union_of_quads(bad[j]);
+          DFLASH_UNROLL
+          for (int c = 0; c < tiles; ++c) {
+            DFLASH_UNROLL
+            for (int e = 0; e < 2; ++e) {
+              const float sum = sums[4 * b + j / 2][c].x[2 * (j % 2) + e];
+              const bool touched = (keys & union_of_rows(seen[c][e])) != 0;
+              sums[4 * b + j / 2][c].x[2 * (j % 2) + e] = touched ? poison() : sum;
+            }
+          }
+        }
+      }
+    }
+  }
+
+  DFLASH_UNROLL
+  for (int c = 0; c < tiles; ++c) {
+    DFLASH_UNROLL
+    for (int e = 0; e < 2; ++e) {
+      if (row == 0) {
+        const int at = (slice * 8 * tiles + 8 * c + 2 * quad + e) * 2;
+        shared_statistics[at] = largest[c][e];
+        shared_statistics[at + 1] = total[c][e];
+      }
+    }
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  DFLASH_UNROLL
+  for (int c = 0; c < tiles; ++c) {
+    DFLASH_UNROLL
+    for (int e = 0; e < 2; ++e) {
+      const int own = 8 * c + 2 * quad + e;
+      const float mine = largest[c][e];
+      DFLASH_UNROLL
+      for (int s = 0; s < DFLASH_CHUNK_SIMDGROUPS; ++s) {
+        largest[c][e] = max_rn(largest[c][e], shared_statistics[(s * 8 * tiles + own) * 2]);
+      }
+      const float base = largest[c][e] == minus_infinity() ? 0.0f : largest[c][e];
+      total[c][e] = 0.0f;
+      DFLASH_UNROLL
+      for (int s = 0; s < DFLASH_CHUNK_SIMDGROUPS; ++s) {
+        const int at = (s * 8 * tiles + own) * 2;
+        const float weight = weight_of(shared_statistics[at], base);
+        total[c][e] = fma_rn(shared_statistics[at + 1], weight, total[c][e]);
+      }
+      const float weight = weight_of(mine, base);
+      DFLASH_UNROLL
+      for (int i = 0; i < value_blocks * 4; ++i) {
+        sums[i][c].x[e] = mul_rn(sums[i][c].x[e], weight);
+        sums[i][c].x[2 + e] = mul_rn(sums[i][c].x[2 + e], weight);
+      }
+    }
+  }
+  for (int s = 0; s < DFLASH_CHUNK_SIMDGROUPS; ++s) {
+    if (slice == s) {
+      DFLASH_UNROLL
+      for (int i = 0; i < value_blocks * 4; ++i) {
+        DFLASH_UNROLL
+        for (int c = 0; c < tiles; ++c) {
+          DFLASH_UNROLL
+          for (int e = 0; e < 4; ++e) {
+            const int at = ((i * tiles + c) * 4 + e) * 32 + lane;
+            const float sum = sums[i][c].x[e];
+            sums[i][c].x[e] = s == 0 ? sum : add_rn(shared[at], sum);
+            shared[at] = sums[i][c].x[e];
+          }
+        }
+      }
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+  }
+  if (slice != DFLASH_CHUNK_SIMDGROUPS - 1) {
+    return;
+  }
+  DFLASH_UNROLL
+  for (int c = 0; c < tiles; ++c) {
+    DFLASH_UNROLL
+    for (int e = 0; e < 2; ++e) {
+      const int column = first_column + 8 * c + 2 * quad + e;
+      if (column >= block.columns) {
+        continue;
+      }
+      const size_t at = size_t(column) * chunks + chunk;
+      DFLASH_UNROLL
+      for (int b = 0; b < value_blocks; ++b) {
+        const int d = 64 * b + 8 * row;
+        if (d < Dv) {
+          DFLASH_UNROLL
+          for (int j = 0; j < 8; ++j) {
+            partial[at * Dv + d + j] = sums[4 * b + j / 2][c].x[2 * (j % 2) + e];
+          }
+        }
+      }
+      if (row == 0) {
+        statistics[2 * at] = largest[c][e];
+        statistics[2 * at + 1] = total[c][e];
+      }
+    }
+  }
+}
+
+/// One row of one head: `column` counts columns of all batch rows and key heads.
+template <typename T, int Dv>
+METAL_FUNC void combine_chunks(
+    const device float* partial,     // [columns, chunks, Dv]
+    const device float* statistics,  // [columns, chunks, 2]
+    const device float* sinks,       // [Hq]
+    device T* out,                   // [columns, Dv]
+    Block block,
+    bool has_sinks,
+    bool in_range,
+    int head,
+    int chunks,
+    int column,
+    int stripe,
+    int lane,
+    threadgroup float* shared) {  // [stripes, Dv + 1]
+  constexpr int values = Dv / 32;
+  const int t = column % block.inputs;
+  const int position = block.length + t;
+  const int first_key = block.window > 0 ? position - block.window + 1 : 0;
+  const int first = (first_key > 0 ? first_key : 0) / DFLASH_CHUNK;
+  const int last_key = block.causal && !block.has_mask ? position : block.end - 1;
+  const int stop = in_range ? last_key / DFLASH_CHUNK + 1 : 0;
+  const device float* own_statistics = statistics + size_t(column) * chunks * 2;
+  const device float* own_partial = partial + size_t(column) * chunks * Dv + lane;
+
+  float largest = has_sinks ? sinks[head] : minus_infinity();
+  for (int c = first + lane; c < stop; c += 32) {
+    largest = max_rn(largest, own_statistics[2 * c]);
+  }
+  for (int bit = 1; bit < 32; bit *= 2) {
+    largest = max_rn(largest, simd_shuffle_xor(largest, ushort(bit)));
+  }
+  const float base = largest == minus_infinity() ? 0.0f : largest;
+  float total = 0.0f;
+  float sums[values];
+  DFLASH_UNROLL
+  for (int j = 0; j < values; ++j) {
+    sums[j] = 0.0f;
+  }
+  const int behind = (first - stripe + DFLASH_STRIPES - 1) / DFLASH_STRIPES;
+  _Pragma("unroll 4") for (int c = stripe + (first > stripe ? behind : 0) * DFLASH_STRIPES;
+                           c < stop;
+                           c += DFLASH_STRIPES) {
+    const float weight = weight_of(own_statistics[2 * c], base);
+    total = fma_rn(own_statistics[2 * c + 1], weight, total);
+    DFLASH_UNROLL
+    for (int j = 0; j < values; ++j) {
+      sums[j] = fma_rn(own_partial[size_t(c) * Dv + 32 * j], weight, sums[j]);
+    }
+  }
+  DFLASH_UNROLL
+  for (int j = 0; j < values; ++j) {
+    shared[stripe * (Dv + 1) + lane + 32 * j] = sums[j];
+  }
+  if (lane == 0) {
+    shared[stripe * (Dv + 1) + Dv] = total;
+  }
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  for (int d = stripe * 32 + lane; d < Dv; d += 32 * DFLASH_STRIPES) {
+    float sum = shared[d];
+    float weight = shared[Dv];
+    for (int s = 1; s < DFLASH_STRIPES; ++s) {
+      sum = add_rn(sum, shared[s * (Dv + 1) + d]);
+      weight = add_rn(weight, shared[s * (Dv + 1) + Dv]);
+    }
+    if (has_sinks) {
+      weight = add_rn(weight, weight_of(sinks[head], base));
+    }
+    const float value = weight == 0.0f ? 0.0f : sum / weight;
+    out[size_t(column) * Dv + d] = T(in_range ? value : poison());
+  }
+}

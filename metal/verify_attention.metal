@@ -1,0 +1,143 @@
+#include <metal_stdlib>
+using namespace metal;
+
+#include "arithmetic.h"
+#include "matrix.h"
+#include "verify_attention.h"
+
+constant bool has_mask [[function_constant(0)]];
+constant bool causal [[function_constant(1)]];
+constant bool has_sinks [[function_constant(2)]];
+
+METAL_FUNC Block
+attention_block(const device int* lengths, int b, int inputs, int group, int window) {
+  Block block;
+  block.length = lengths[b];
+  block.end = block.length + inputs;
+  block.inputs = inputs;
+  block.columns = group * inputs;
+  block.window = window;
+  block.causal = causal;
+  block.has_mask = has_mask;
+  return block;
+}
+
+// threadgroups (blocks of 8 tiles columns, chunks, B * Hkv), threads (32, 4)
+template <typename T, int D, int Dv, int tiles>
+[[kernel]] void attend_chunk_kernel(
+    const device T* q [[buffer(0)]],          // [B, Hq, T, D]
+    const device T* k [[buffer(1)]],          // [B, Hkv, capacity, D]
+    const device T* v [[buffer(2)]],          // [B, Hkv, capacity, Dv]
+    const device int* lengths [[buffer(3)]],  // [B]
+    const device bool* mask [[buffer(4)]],    // [T, T]
+    device float* partial [[buffer(5)]],      // [B, Hq, T, chunks, Dv]
+    device float* statistics [[buffer(6)]],   // [B, Hq, T, chunks, 2]
+    constant int& inputs [[buffer(7)]],       // T
+    constant int& key_heads [[buffer(8)]],    // Hkv
+    constant int& group [[buffer(9)]],        // Hq / Hkv
+    constant int& capacity [[buffer(10)]],
+    constant int& chunks [[buffer(11)]],
+    constant int& window [[buffer(12)]],
+    constant float& scale [[buffer(13)]],
+    uint3 at [[threadgroup_position_in_grid]],
+    uint slice [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  constexpr int sums = (Dv + 63) / 64 * 4 * tiles * 4 * 32;
+  constexpr int weights =
+      DFLASH_CHUNK_SIMDGROUPS * 8 * tiles * DFLASH_WEIGHTS_STRIDE * int(sizeof(T)) / 4;
+  threadgroup float shared[sums > weights ? sums : weights];
+  threadgroup float statistics_of_slices[DFLASH_CHUNK_SIMDGROUPS * 8 * tiles * 2];
+  const Block block = attention_block(lengths, int(at.z) / key_heads, inputs, group, window);
+  if (block.length < 0 || block.end > capacity) {
+    return;
+  }
+  const size_t columns = size_t(at.z) * block.columns;
+  attend_chunk<T, D, Dv, tiles, false>(
+      q + columns * D,
+      k + size_t(at.z) * capacity * D,
+      v + size_t(at.z) * capacity * Dv,
+      mask,
+      partial + columns * chunks * Dv,
+      statistics + columns * chunks * 2,
+      block,
+      scale,
+      chunks,
+      int(at.y),
+      int(at.x) * 8 * tiles,
+      int(slice),
+      int(lane),
+      shared,
+      statistics_of_slices);
+}
+
+// threadgroups (B * Hq * T), threads (32, 16)
+template <typename T, int Dv>
+[[kernel]] void combine_chunks_kernel(
+    const device float* partial [[buffer(0)]],     // [B, Hq, T, chunks, Dv]
+    const device float* statistics [[buffer(1)]],  // [B, Hq, T, chunks, 2]
+    const device int* lengths [[buffer(2)]],       // [B]
+    const device float* sinks [[buffer(3)]],       // [Hq]
+    device T* out [[buffer(4)]],                   // [B, Hq, T, Dv]
+    constant int& inputs [[buffer(5)]],            // T
+    constant int& heads [[buffer(6)]],             // Hq
+    constant int& capacity [[buffer(7)]],
+    constant int& chunks [[buffer(8)]],
+    constant int& window [[buffer(9)]],
+    uint3 at [[threadgroup_position_in_grid]],
+    uint stripe [[simdgroup_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]]) {
+  threadgroup float shared[DFLASH_STRIPES * (Dv + 1)];
+  const int column = int(at.x);
+  const int head = column / inputs;
+  const Block block = attention_block(lengths, head / heads, inputs, 1, window);
+  combine_chunks<T, Dv>(
+      partial,
+      statistics,
+      sinks,
+      out,
+      block,
+      has_sinks,
+      block.length >= 0 && block.end <= capacity,
+      head % heads,
+      chunks,
+      column,
+      int(stripe),
+      int(lane),
+      shared);
+}
+
+#ifndef DFLASH_JIT  // the host instantiates what it needs
+#define ATTEND(T, D, Dv, tiles)                                        \
+  template [[host_name("attend_chunk_" #T "_" #D "_" #Dv "_" #tiles)]] \
+  [[kernel]] decltype(attend_chunk_kernel<T, D, Dv, tiles>) attend_chunk_kernel<T, D, Dv, tiles>;
+#define COMBINE(T, Dv)     \
+  template [[host_name(    \
+      "combine_chunks_" #T \
+      "_" #Dv)]] [[kernel]] decltype(combine_chunks_kernel<T, Dv>) combine_chunks_kernel<T, Dv>;
+#define ATTENTION(T)     \
+  ATTEND(T, 32, 32, 1)   \
+  ATTEND(T, 32, 32, 2)   \
+  ATTEND(T, 32, 32, 4)   \
+  ATTEND(T, 64, 64, 1)   \
+  ATTEND(T, 64, 64, 2)   \
+  ATTEND(T, 64, 64, 4)   \
+  ATTEND(T, 96, 96, 1)   \
+  ATTEND(T, 96, 96, 2)   \
+  ATTEND(T, 96, 96, 4)   \
+  ATTEND(T, 128, 128, 1) \
+  ATTEND(T, 128, 128, 2) \
+  ATTEND(T, 128, 128, 4) \
+  ATTEND(T, 192, 128, 1) \
+  ATTEND(T, 192, 128, 2) \
+  ATTEND(T, 192, 128, 4) \
+  ATTEND(T, 256, 256, 1) \
+  ATTEND(T, 256, 256, 2) \
+  COMBINE(T, 32)         \
+  COMBINE(T, 64)         \
+  COMBINE(T, 96)         \
+  COMBINE(T, 128)        \
+  COMBINE(T, 256)
+ATTENTION(float)
+ATTENTION(half)
+ATTENTION(bfloat)
+#endif
