@@ -11,10 +11,14 @@ namespace dflash::cpu {
   void gated_delta(const GatedDelta& p, int part, int parts);     \
   void gates(const Gates& p, int part, int parts);                \
   void causal_conv1d(const CausalConv1d& p, int part, int parts); \
+  void pack_weight(const PackWeight& p, int part, int parts);     \
+  void matmul_widen(const Matmul& p, int part, int parts);        \
+  void matmul(const Matmul& p, int part, int parts);              \
   }
-#define DFLASH_TABLE(isa)                                  \
-  Kernels {                                                \
-    #isa, isa::gated_delta, isa::gates, isa::causal_conv1d \
+#define DFLASH_TABLE(isa)                                                                        \
+  Kernels {                                                                                      \
+    #isa, isa::gated_delta, isa::gates, isa::causal_conv1d, isa::pack_weight, isa::matmul_widen, \
+        isa::matmul                                                                              \
   }
 
 #if defined(__x86_64__)
