@@ -7,7 +7,7 @@ from typing import Any
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from . import _exact_stub as ops
+from . import ops
 
 
 class Products:
@@ -18,7 +18,7 @@ class Products:
     """
 
     def __init__(self) -> None:
-        self._packed: dict[int, tuple[mx.array, ops.PackedWeight]] = {}
+        self._packed: dict[int, tuple[tuple[mx.array, ...], ops.PackedWeight]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -43,8 +43,9 @@ class Products:
             format_ |= {"group_size": layer.group_size, "bits": layer.bits}
         if mx.default_device() != mx.cpu:
             return layer.weight, format_
-        source, packed = self._packed.get(id(layer), (None, None))
-        if packed is None or source is not layer.weight:  # the layer was given another weight
-            packed = ops.pack_matmul(layer.weight, **format_)
-            self._packed[id(layer)] = layer.weight, packed
-        return packed, {}
+        sources = (layer.weight, *(layer[name] for name in ("scales", "biases") if name in layer))
+        held = self._packed.get(id(layer))
+        if held is None or any(a is not b for a, b in zip(held[0], sources, strict=True)):
+            held = sources, ops.pack_matmul(layer.weight, **format_)  # new, or changed since
+            self._packed[id(layer)] = held
+        return held[1], {}

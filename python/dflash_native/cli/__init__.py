@@ -1,10 +1,11 @@
-"""The command line `dflash-native`: doctor, demo and generate.
+"""The command line `dflash-native`: doctor, demo, generate and verify.
 
 Only declarations are here: MLX and the models are imported by the command that needs them.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -142,6 +143,50 @@ def generate_command(
             raw=raw,
             stop=stop or [],
             dtype=dtype,
+            exact=exact,
+            as_json=json,
+        )
+
+
+@app.command("verify")
+def verify_command(
+    model: Annotated[
+        str | None,
+        typer.Option(help="The target. Without it, the built-in pair in fp32, bf16, 8 and 4 bit."),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Its DFlash draft. Without it, drafts are made from the plain answer."),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text: one prompt, or several, each after a line `=== name (kind)`.",
+            exists=True,
+            dir_okay=False,
+            show_default="the shipped prompts",
+        ),
+    ] = None,
+    prompts: Annotated[int, typer.Option(help="Most prompts to run.")] = 20,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each.")] = 128,
+    exact: _Exact = True,
+    json: _Json = False,
+) -> None:
+    """Compare plain decoding, speculative decoding and stock mlx-lm, token by token.
+
+    Exits with 1 if drafts changed a token.
+    """
+    from .console import guard
+
+    with guard():
+        from .verify import run
+
+        run(
+            model=model,
+            draft=draft,
+            prompt_file=prompt_file,
+            prompts=prompts,
+            max_tokens=max_tokens,
             exact=exact,
             as_json=json,
         )
