@@ -18,7 +18,7 @@ from dflash_native.session import Session
 from dflash_native.targets import Target
 from inputs import same
 from scripted import ScriptedDrafter
-from test_targets import CONFIGS, EXPERTS, VOCAB, make_model, random_tokens
+from test_targets import CONFIGS, VOCAB, make_model, random_tokens
 
 FACTORS = {
     "family": list(CONFIGS),
@@ -49,10 +49,7 @@ def model_of(family: str, dtype: mx.Dtype, weights: str) -> nn.Module:
 
 
 def target_of(family: str, dtype: mx.Dtype, weights: str) -> Target:
-    experts = set(EXPERTS) <= set(CONFIGS[family])
-    # MLX's CPU runs dense experts in fp32 alone.
-    ours = experts and weights == "dense" and dtype != mx.float32
-    return Target(model_of(family, dtype, weights), prefill="exact" if ours else "fast")
+    return Target(model_of(family, dtype, weights))
 
 
 def prefilled(target: Target, context: int, rows: int) -> tuple[object, mx.array]:

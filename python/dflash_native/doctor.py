@@ -114,7 +114,8 @@ def kernels() -> dict[str, str]:
     else:
         found = dict.fromkeys(OPERATIONS, f"CUDA, {shaders} through MLX's fast::cuda_kernel")
         found["kv_write"] = "CUDA, MLX's slice_update"
-    stock = "for prompts and with exact=False MLX's"
+    prompts = "" if where == "cpu" else "for prompts and "
+    stock = f"{prompts}with exact=False MLX's"
     return found | {
         "attention": f"verify_attention; {stock} scaled_dot_product_attention",
         "matmul": f"verify_matmul; {stock} matmul and quantized_matmul",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -114,7 +115,7 @@ def compare(variant: Variant, prompts: Sequence[Prompt], max_tokens: int) -> Out
             plain = measure.decode(target, tokenizer, ids, max_tokens).tokens
             drafter = variant.drafter or Rehearsal([*ids, *plain])
             drafted = measure.decode(target, tokenizer, ids, max_tokens, drafter)
-            stock = _mlx_lm(variant, ids, max_tokens)
+            stock = _mlx_lm(variant, ids, plain, max_tokens)
             for tokens, found in (
                 (drafted.tokens, outcome.speculative),
                 (stock, outcome.stock),
@@ -187,11 +188,17 @@ def _format(target: Target) -> str:
     return _NAMES[target.dtype]
 
 
-def _mlx_lm(variant: Variant, ids: list[int], max_tokens: int) -> list[int]:
+def _mlx_lm(variant: Variant, ids: list[int], plain: list[int], max_tokens: int) -> list[int]:
+    """mlx-lm's tokens up to the first that is another than in `plain`."""
     from mlx_lm.generate import stream_generate
 
-    responses = stream_generate(variant.target.model, variant.tokenizer, ids, max_tokens=max_tokens)
-    return [response.token for response in responses]
+    model, tokenizer, tokens = variant.target.model, variant.tokenizer, []
+    with closing(stream_generate(model, tokenizer, ids, max_tokens=max_tokens)) as responses:
+        for response in responses:
+            tokens.append(response.token)
+            if tokens != plain[: len(tokens)]:
+                break
+    return tokens
 
 
 def _differences(

@@ -62,8 +62,10 @@ class Target:
         exact: decode by operations whose bits do not depend on the width of a call, so that a block
             verify gives what single steps give, bit for bit. Otherwise by MLX's own, which are
             another's up to rounding, so that a near tie can flip a token.
-        prefill: "fast" reads prompts by MLX's own operations; "exact" by those of decoding, and
-            then the caches depend on the tokens alone, not on the chunks or rounds that fed them.
+        prefill: "exact" reads prompts by the operations of decoding, and then the caches depend on
+            the tokens alone, not on the chunks or rounds that fed them. "fast" reads them by MLX's
+            own operations on a GPU; on the CPU, where those are several times slower, it is the
+            same as "exact".
 
     On the CPU an exact target packs each weight at its first use and keeps that beside the model:
     sessions, and calls of `generate`, share it by sharing the target.
@@ -95,9 +97,8 @@ class Target:
         self.exact = exact
         self.prefill = prefill
         self._products = Products()
-        stock = StockLayers()
-        self._decoding: Layers = ExactLayers(self._products) if exact else stock
-        self._prefilling: Layers = self._decoding if prefill == "exact" else stock
+        self._stock = StockLayers()
+        self._decoding: Layers = ExactLayers(self._products) if exact else self._stock
 
     @property
     def packed_nbytes(self) -> int:
@@ -137,7 +138,8 @@ class Target:
                     f"[forward] expected tap layers from 0 to {self.num_layers - 1} "
                     f"but got {list(tap_layers)}"
                 )
-        layers = self._prefilling if commit else self._decoding
+        stock = commit and self.prefill == "fast" and mx.default_device() != mx.cpu
+        layers = self._stock if stock else self._decoding
         return self._family.forward(
             self.model, tokens, cache, layers=layers, commit=commit, tap_layers=tap_layers
         )
