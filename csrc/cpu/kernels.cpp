@@ -13,11 +13,13 @@ namespace dflash::cpu {
   void causal_conv1d(const CausalConv1d& p, int part, int parts);        \
   void verify_attention(const VerifyAttention& p, int part, int parts);  \
   void combine_attention(const VerifyAttention& p, int part, int parts); \
+  void rowwise(const Rowwise& p, int part, int parts);                   \
+  void rope(const Rope& p, int part, int parts);                         \
   }
 #define DFLASH_TABLE(isa)                                                          \
   Kernels {                                                                        \
     #isa, isa::gated_delta, isa::gates, isa::causal_conv1d, isa::verify_attention, \
-        isa::combine_attention                                                     \
+        isa::combine_attention, isa::rowwise, isa::rope                            \
   }
 
 #if defined(__x86_64__)

@@ -70,6 +70,44 @@ struct VerifyAttention {
   Type type;
 };
 
+/// Rows of any layout: entry i of the row with indices j stands at sum(j * strides) + i * step.
+struct Rows {
+  static constexpr int kLeading = 7;
+  const void* data;
+  long shape[kLeading], strides[kLeading];
+  long step;
+  int leading;
+};
+
+enum class RowwiseKind { rms_norm, rms_norm_gated, add_rms_norm, swiglu, sigmoid_gate };
+
+/// Operations on rows of `size` values; out and sum are row contiguous.
+struct Rowwise {
+  RowwiseKind kind;
+  Rows x;
+  Rows y;              ///< the gate or the residual, where there is one
+  const void* weight;  ///< [size] or null
+  void* out;
+  void* sum;  ///< of add_rms_norm
+  long rows;
+  int size;
+  float eps;
+  Type type;
+};
+
+inline constexpr int kMaxRopeDim = 1024;
+
+struct Rope {
+  Rows x;                    ///< [B, H, T, D]
+  const int* lengths;        ///< [B], the position of the first of T
+  const float* frequencies;  ///< [dims / 2], radians a position
+  void* out;                 ///< [B, H, T, D]
+  int batch, heads, inputs, size, dims;
+  bool traditional;
+  float scale;
+  Type type;
+};
+
 /// One instruction set's kernels. `part` of `parts` is the share of one thread.
 struct Kernels {
   const char* name;
@@ -78,6 +116,8 @@ struct Kernels {
   void (*causal_conv1d)(const CausalConv1d&, int part, int parts);
   void (*verify_attention)(const VerifyAttention&, int part, int parts);
   void (*combine_attention)(const VerifyAttention&, int part, int parts);
+  void (*rowwise)(const Rowwise&, int part, int parts);
+  void (*rope)(const Rope&, int part, int parts);
 };
 
 /// The best set that this machine runs, or the one DFLASH_NATIVE_ISA names.

@@ -10,5 +10,7 @@ void gates(const Gates& p, int part, int parts);
 void causal_conv1d(const CausalConv1d& p, int part, int parts);
 void verify_attention(const VerifyAttention& p, int part, int parts);
 void combine_attention(const VerifyAttention& p, int part, int parts);
+void rowwise(const Rowwise& p, int part, int parts);
+void rope(const Rope& p, int part, int parts);
 
 }  // namespace dflash::cpu::DFLASH_ISA
