@@ -15,6 +15,7 @@
 #include "kv_write.h"
 #include "rowwise.h"
 #include "verify_attention.h"
+#include "verify_matmul.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -151,4 +152,68 @@ NB_MODULE(_ext, m) {
       "sinks"_a = nb::none(),
       "stream"_a = nb::none());
   m.def("kv_write", &dflash::kv_write, "cache"_a, "new"_a, "lengths"_a, "stream"_a = nb::none());
+  m.def(
+      "pack_matmul",
+      [](const Array& weight,
+         const std::optional<Array>& scales,
+         const std::optional<Array>& biases,
+         int group_size,
+         int bits,
+         Stream stream) {
+        return dflash::pack_matmul({weight, scales, biases, group_size, bits, {}}, stream);
+      },
+      "weight"_a,
+      "scales"_a,
+      "biases"_a,
+      "group_size"_a,
+      "bits"_a,
+      "stream"_a = nb::none());
+  m.def(
+      "verify_matmul",
+      [](const Array& x,
+         const Array& weight,
+         const std::optional<Array>& scales,
+         const std::optional<Array>& biases,
+         const std::optional<Array>& bias,
+         int group_size,
+         int bits,
+         std::optional<std::pair<int, int>> packed,
+         Stream stream) {
+        return dflash::verify_matmul(
+            x, {weight, scales, biases, group_size, bits, packed}, bias, stream);
+      },
+      "x"_a,
+      "weight"_a,
+      "scales"_a,
+      "biases"_a,
+      "bias"_a,
+      "group_size"_a,
+      "bits"_a,
+      "packed"_a,
+      "stream"_a = nb::none());
+  m.def(
+      "verify_gather_matmul",
+      [](const Array& x,
+         const Array& weight,
+         const Array& indices,
+         const std::optional<Array>& scales,
+         const std::optional<Array>& biases,
+         const std::optional<Array>& bias,
+         int group_size,
+         int bits,
+         std::optional<std::pair<int, int>> packed,
+         Stream stream) {
+        return dflash::verify_gather_matmul(
+            x, {weight, scales, biases, group_size, bits, packed}, indices, bias, stream);
+      },
+      "x"_a,
+      "weight"_a,
+      "indices"_a,
+      "scales"_a,
+      "biases"_a,
+      "bias"_a,
+      "group_size"_a,
+      "bits"_a,
+      "packed"_a,
+      "stream"_a = nb::none());
 }

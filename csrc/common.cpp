@@ -49,13 +49,11 @@ void expect_dtype(const char* op, const char* name, const mx::array& x, mx::Dtyp
   }
 }
 
-mx::array per_row(
-    const char* op, const char* name, const mx::array& x, int batch, mx::Stream stream) {
+mx::array as_int32(const char* op, const char* name, const mx::array& x, mx::Stream stream) {
   if (!mx::issubdtype(x.dtype(), mx::integer)) {
     refuse(op, "expected ", name, " as integers but got ", x.dtype());
   }
-  expect_shape(op, name, x, {batch});
-  auto narrow = x;  // what does not fit into 32 bits stays out of range
+  auto narrow = x;
   if (x.dtype() == mx::int64) {
     narrow = mx::maximum(x, mx::array(int64_t(-1)), stream);
   }
@@ -64,6 +62,13 @@ mx::array per_row(
     narrow = mx::minimum(narrow, limit, stream);
   }
   return row_contiguous(mx::astype(narrow, mx::int32, stream), stream);
+}
+
+mx::array per_row(
+    const char* op, const char* name, const mx::array& x, int batch, mx::Stream stream) {
+  const auto rows = as_int32(op, name, x, stream);
+  expect_shape(op, name, x, {batch});
+  return rows;
 }
 
 mx::array row_contiguous(const mx::array& x, mx::Stream stream) {

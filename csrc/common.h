@@ -36,6 +36,9 @@ void expect_floating(const char* op, const char* name, const mx::array& x);
 /// Refuses `x` unless it has the given dtype.
 void expect_dtype(const char* op, const char* name, const mx::array& x, mx::Dtype dtype);
 
+/// `x` as int32; refuses types that are not integers. What 32 bits do not hold stays out of range.
+mx::array as_int32(const char* op, const char* name, const mx::array& x, mx::Stream stream);
+
 /// `x` as int32 [B] (`keep`, `lengths`); refuses other shapes and types that are not integers.
 mx::array per_row(
     const char* op, const char* name, const mx::array& x, int batch, mx::Stream stream);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 
 namespace dflash::cpu {
 
@@ -108,6 +109,52 @@ struct Rope {
   Type type;
 };
 
+/// How the weights of a product are stored; of the last two, `q` of `scale * q + bias`.
+enum class Weights { f32, f16, bf16, bits8, bits4 };
+
+/// Rows first .. first + rows - 1 of a call that share a weight.
+struct MatmulJob {
+  int expert, first, rows;
+};
+
+/// Rows of one product whose weights are packed: [E, ceil(N / 16), ceil(K / p), 16] words of p
+/// values each (p: 1 fp32, 2 fp16 and bf16, 4 and 8 quantised), or as MLX has them: [E, N, K].
+struct Matmul {
+  const void* x;                ///< [any, K]
+  const void* weight;           ///< see above
+  const void *scales, *biases;  ///< [E, ceil(N / 16), K / group, 16] or [E, N, K / group], or null
+  const void* bias;             ///< [E, N] or null
+  void* out;                    ///< [any, N]
+  const int *source, *target;   ///< [rows]: rows of x and of out
+  const MatmulJob* jobs;        ///< of at most kJobRows rows, contiguous, from row 0
+  float* wide;                  ///< scratch: [rows] of K, padded to words, then of K / group sums
+  int job_count;
+  int outputs, inputs, group;  ///< N, K, and the group size of quantised weights
+  bool packed;
+  Weights weights;
+  Type x_type, scale_type, bias_type, out_type;
+};
+
+constexpr int kJobRows = 32;
+
+/// Values in a packed word. (Static: an inline function would be one of the instruction sets'.)
+static constexpr int in_word(Weights weights) {
+  return weights == Weights::f32     ? 1
+         : weights == Weights::bits8 ? 4
+         : weights == Weights::bits4 ? 8
+                                     : 2;
+}
+
+/// Values of row-major matrices into blocks of sixteen rows, [E, ceil(N / 16), padded, 16], with
+/// zeros past N and K. `pairs`: two values of one row stand side by side, as bf16 words have them.
+struct PackWeight {
+  const void* from;  ///< [E, N, K]
+  void* to;
+  int experts, outputs, inputs, padded;
+  int bytes;  ///< of a value: 2 or 4
+  bool pairs;
+};
+
 /// One instruction set's kernels. `part` of `parts` is the share of one thread.
 struct Kernels {
   const char* name;
@@ -118,6 +165,9 @@ struct Kernels {
   void (*combine_attention)(const VerifyAttention&, int part, int parts);
   void (*rowwise)(const Rowwise&, int part, int parts);
   void (*rope)(const Rope&, int part, int parts);
+  void (*pack_weight)(const PackWeight&, int part, int parts);
+  void (*matmul_widen)(const Matmul&, int part, int parts);  ///< x to Matmul::wide
+  void (*matmul)(const Matmul&, int part, int parts);        ///< after it
 };
 
 /// The best set that this machine runs, or the one DFLASH_NATIVE_ISA names.

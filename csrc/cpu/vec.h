@@ -31,6 +31,9 @@ inline void store(float* p, Vec a) {
 inline Vec splat(float a) {
   return {_mm512_set1_ps(a)};
 }
+inline Vec add(Vec a, Vec b) {
+  return {_mm512_add_ps(a.x, b.x)};
+}
 inline Vec mul(Vec a, Vec b) {
   return {_mm512_mul_ps(a.x, b.x)};
 }
@@ -55,6 +58,9 @@ inline void store(float* p, Vec a) {
 inline Vec splat(float a) {
   return {_mm256_set1_ps(a), _mm256_set1_ps(a)};
 }
+inline Vec add(Vec a, Vec b) {
+  return {_mm256_add_ps(a.low, b.low), _mm256_add_ps(a.high, b.high)};
+}
 inline Vec mul(Vec a, Vec b) {
   return {_mm256_mul_ps(a.low, b.low), _mm256_mul_ps(a.high, b.high)};
 }
@@ -77,6 +83,10 @@ inline void store(float* p, Vec a) {
 inline Vec splat(float a) {
   float32x4_t x = vdupq_n_f32(a);
   return {{x, x, x, x}};
+}
+inline Vec add(Vec a, Vec b) {
+  for (int i = 0; i < 4; ++i) a.x[i] = vaddq_f32(a.x[i], b.x[i]);
+  return a;
 }
 inline Vec mul(Vec a, Vec b) {
   for (int i = 0; i < 4; ++i) a.x[i] = vmulq_f32(a.x[i], b.x[i]);
@@ -101,6 +111,10 @@ inline void store(float* p, Vec a) {
 inline Vec splat(float b) {
   Vec a;
   for (float& x : a.x) x = b;
+  return a;
+}
+inline Vec add(Vec a, Vec b) {
+  for (int i = 0; i < kLanes; ++i) a.x[i] += b.x[i];
   return a;
 }
 inline Vec mul(Vec a, Vec b) {

@@ -1,11 +1,11 @@
 #include "verify_attention.h"
 
-#include <algorithm>
 #include <bit>
 #include <climits>
 
 #include "cuda.h"
 #include "metal.h"
+#include "tiles.h"
 
 namespace dflash {
 namespace {
@@ -35,7 +35,7 @@ struct Dims {
   int tiles(mx::Dtype dtype) const {
     const int columns = group() * inputs;
     const int most = dtype == mx::float32 ? 1 : value_dim > 128 ? 2 : 4;
-    return std::min(most, columns <= 8 ? 1 : columns <= 16 ? 2 : 4);
+    return tiles_for("attention", columns <= 8 ? 1 : columns <= 16 ? 2 : 4, most);
   }
   int column_blocks(int tiles) const {
     return (group() * inputs + 8 * tiles - 1) / (8 * tiles);

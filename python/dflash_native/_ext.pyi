@@ -83,3 +83,34 @@ def rope(
     traditional: bool = False,
     stream: _Stream = None,
 ) -> mx.array: ...
+def pack_matmul(
+    weight: mx.array,
+    scales: mx.array | None,
+    biases: mx.array | None,
+    group_size: int,
+    bits: int,
+    stream: _Stream = None,
+) -> tuple[mx.array, mx.array | None, mx.array | None]: ...
+def verify_matmul(
+    x: mx.array,
+    weight: mx.array,
+    scales: mx.array | None,
+    biases: mx.array | None,
+    bias: mx.array | None,
+    group_size: int,
+    bits: int,
+    packed: tuple[int, int] | None,
+    stream: _Stream = None,
+) -> mx.array: ...
+def verify_gather_matmul(
+    x: mx.array,
+    weight: mx.array,
+    indices: mx.array,
+    scales: mx.array | None,
+    biases: mx.array | None,
+    bias: mx.array | None,
+    group_size: int,
+    bits: int,
+    packed: tuple[int, int] | None,
+    stream: _Stream = None,
+) -> mx.array: ...

@@ -27,6 +27,7 @@ from ._arguments import check_arrays as _check_arrays
 from ._arguments import per_row as _rows
 from ._arguments import size as _size
 from ._native import extension
+from .packed import PackedWeight
 from .rowwise import add_rms_norm, rms_norm, rms_norm_gated, rope, sigmoid_gate, swiglu
 from .tape import Tape
 
@@ -36,6 +37,7 @@ else:
     _ext = extension
 
 __all__ = [
+    "PackedWeight",
     "Tape",
     "add_rms_norm",
     "causal_conv1d_verify",
@@ -45,12 +47,15 @@ __all__ = [
     "gated_delta_step",
     "gated_delta_verify",
     "kv_write",
+    "pack_matmul",
     "rms_norm",
     "rms_norm_gated",
     "rope",
     "sigmoid_gate",
     "swiglu",
     "verify_attention",
+    "verify_gather_matmul",
+    "verify_matmul",
 ]
 
 
@@ -274,3 +279,120 @@ def verify_attention(
     limit = None if rows is None or capacity is None or rows > capacity else capacity - rows
     at = _rows("verify_attention", "lengths", lengths, _size(q, 0) or 0, limit)
     return _ext.verify_attention(q, k, v, at, scale, window, causal, mask, sinks, stream)
+
+
+def _check_optional(operation: str, **arrays: object) -> None:
+    _check_arrays(operation, **{name: each for name, each in arrays.items() if each is not None})
+
+
+def _weight(
+    operation: str,
+    weight: mx.array | PackedWeight,
+    scales: mx.array | None,
+    biases: mx.array | None,
+    group_size: int,
+    bits: int,
+) -> tuple[mx.array, mx.array | None, mx.array | None, int, int, tuple[int, int] | None]:
+    """weight, scales, biases, group_size and bits, and N and K of a packed weight."""
+    if not isinstance(weight, PackedWeight):
+        _check_arrays(operation, weight=weight)
+        _check_optional(operation, scales=scales, biases=biases)
+        return weight, scales, biases, group_size, bits, None
+    if scales is not None or biases is not None:
+        raise ValueError(f"[{operation}] expected no scales and biases beside a packed weight.")
+    size = weight.outputs, weight.inputs
+    parts = weight.weight, weight.scales, weight.biases
+    return *parts, weight.group_size or 0, weight.bits or 0, size
+
+
+def pack_matmul(
+    weight: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    *,
+    group_size: int = 64,
+    bits: int = 4,
+    stream: mx.Stream | mx.Device | None = None,
+) -> PackedWeight:
+    """A weight as the CPU's products read it at the speed of memory. Of the same size, but for N
+    that is no multiple of 16 and, in 16 bits, K that is odd. For CPU streams.
+
+    Args:
+        weight, scales, biases, group_size, bits: as for `verify_matmul`, or, with experts in front,
+            for `verify_gather_matmul`.
+    """
+    name = "pack_matmul"
+    _check_arrays(name, weight=weight)
+    _check_optional(name, scales=scales, biases=biases)
+    parts = _ext.pack_matmul(weight, scales, biases, group_size, bits, stream)
+    outputs, inputs = weight.shape[-2:]
+    if scales is None:
+        return PackedWeight(*parts, outputs, inputs, None, None)
+    return PackedWeight(*parts, outputs, inputs * 32 // bits, group_size, bits)
+
+
+def verify_matmul(
+    x: mx.array,
+    weight: mx.array | PackedWeight,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    bias: mx.array | None = None,
+    *,
+    group_size: int = 64,
+    bits: int = 4,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """`x @ w.T + bias`, where a row's bits do not depend on how many rows there are.
+
+    Products and sums are fp32: k in order, in panels of 128 or in the groups of a quantised weight,
+    whose scale and bias multiply the group's sums; then the bias, then one rounding.
+
+    Args:
+        x: [..., K], activations.
+        weight: dense [N, K] in fp32, fp16 or bf16; or affine as MLX quantises, uint32
+            [N, K * bits / 32] with scales and biases; or what `pack_matmul` made of either, on the
+            CPU: the same bits, sooner.
+        scales, biases: [N, K / group_size], activations' dtypes: w = scale * q + bias.
+        bias: [N].
+        group_size, bits: 32, 64 or 128, and 4 or 8, where scales are given; a packed weight has
+            its own.
+
+    Returns:
+        [..., N] in MLX's promoted dtype of x and weight, or of x and scales.
+    """
+    name = "verify_matmul"
+    _check_arrays(name, x=x)
+    _check_optional(name, bias=bias)
+    w, s, b, group_size, bits, packed = _weight(name, weight, scales, biases, group_size, bits)
+    return _ext.verify_matmul(x, w, s, b, bias, group_size, bits, packed, stream)
+
+
+def verify_gather_matmul(
+    x: mx.array,
+    weight: mx.array | PackedWeight,
+    indices: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    bias: mx.array | None = None,
+    *,
+    group_size: int = 64,
+    bits: int = 4,
+    stream: mx.Stream | mx.Device | None = None,
+) -> mx.array:
+    """`x[r, j] @ w[indices[r, j]].T + bias[indices[r, j]]`: each row by its experts.
+
+    Args:
+        x: [R..., k, K], or [R..., 1, K] where the k experts of a row take the same x.
+        weight: [E, N, K] or [E, N, K * bits / 32], or packed; else as for `verify_matmul`.
+        indices: [R..., k], integers, 0 .. E - 1.
+        scales, biases: [E, N, K / group_size].
+        bias: [E, N].
+
+    Returns:
+        [R..., k, N], each row with the bits of `verify_matmul`.
+    """
+    name = "verify_gather_matmul"
+    _check_arrays(name, x=x, indices=indices)
+    _check_optional(name, bias=bias)
+    w, s, b, group_size, bits, packed = _weight(name, weight, scales, biases, group_size, bits)
+    return _ext.verify_gather_matmul(x, w, indices, s, b, bias, group_size, bits, packed, stream)

@@ -231,3 +231,56 @@ def rope(
     turned = a * mx.cos(angle) - b * mx.sin(angle), b * mx.cos(angle) + a * mx.sin(angle)
     y = mx.stack(list(turned), axis).reshape(*x.shape[:3], dims)
     return mx.concatenate([y.astype(x.dtype), x[..., dims:]], axis=-1)
+
+
+def _dense(
+    weight: mx.array, scales: mx.array | None, biases: mx.array | None, group_size: int, bits: int
+) -> mx.array:
+    """The weight in fp32: `scale * q + bias` where it is quantised."""
+    if scales is None or biases is None:
+        return _f32(weight)
+    q = (weight[..., None] >> mx.arange(0, 32, bits, dtype=mx.uint32)) & (2**bits - 1)
+    q = _f32(q).reshape(*scales.shape, group_size)
+    w = _f32(scales)[..., None] * q + _f32(biases)[..., None]
+    return w.reshape(*w.shape[:-2], -1)
+
+
+def verify_matmul(
+    x: mx.array,
+    weight: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    bias: mx.array | None = None,
+    *,
+    group_size: int = 64,
+    bits: int = 4,
+) -> mx.array:
+    """`ops.verify_matmul`, row by row."""
+    w = _dense(weight, scales, biases, group_size, bits)
+    rows = [w @ row for row in _f32(x).reshape(-1, x.shape[-1])]
+    out = mx.stack(rows).reshape(*x.shape[:-1], w.shape[0])
+    if bias is not None:
+        out = out + _f32(bias)
+    return out.astype(mx.result_type(x, weight if scales is None else scales))
+
+
+def verify_gather_matmul(
+    x: mx.array,
+    weight: mx.array,
+    indices: mx.array,
+    scales: mx.array | None = None,
+    biases: mx.array | None = None,
+    bias: mx.array | None = None,
+    *,
+    group_size: int = 64,
+    bits: int = 4,
+) -> mx.array:
+    """`ops.verify_gather_matmul`, result by result."""
+    w = _dense(weight, scales, biases, group_size, bits)
+    each = mx.broadcast_to(_f32(x), (*indices.shape, x.shape[-1])).reshape(-1, x.shape[-1])
+    experts = indices.reshape(-1)
+    rows = [w[expert] @ row for expert, row in zip(experts, each, strict=True)]
+    out = mx.stack(rows).reshape(*indices.shape, w.shape[1])
+    if bias is not None:
+        out = out + _f32(bias)[indices]
+    return out.astype(mx.result_type(x, weight if scales is None else scales))

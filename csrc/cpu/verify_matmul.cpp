@@ -1,0 +1,453 @@
+// Products whose bits do not depend on the number of rows. The lanes of a Vec are sixteen outputs,
+// k runs in order: part = fma(x[k], w[k], part) over a panel (128 k, or a group of quantised
+// weights), then acc += part, or acc = fma(scale, part, acc) and acc = fma(bias, sum of the group's
+// x, acc). x[k] and w[k] of quantised weights may carry 2^-n and 2^n, which changes no bit above
+// 2^-98. Tiles, blocks and packing change which products stand together in registers, nothing else.
+#include <type_traits>
+#include <utility>
+
+#include "kernels.h"
+#include "kernels_isa.h"
+#include "words.h"
+
+namespace dflash::cpu {
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12;  // whose accumulators fill the registers
+#else
+constexpr int kTileRows = 6;
+#endif
+constexpr int kBlocks = 4;   // of sixteen outputs: a thread's unit of work
+constexpr int kPanel = 128;  // k between two roundings of the accumulator
+
+// ---- weights
+// ---------------------------------------------------------------------------------------
+
+struct F32 {
+  static constexpr int kValues = 1;
+  template <int J>
+  static Vec at(const uint32_t* word) {
+    return load(reinterpret_cast<const float*>(word));
+  }
+};
+
+struct F16 {  // sixteen halves of an even k, then those of the odd one
+  static constexpr int kValues = 2;
+  template <int J>
+  static Vec at(const uint32_t* word) {
+    return halves(reinterpret_cast<const uint16_t*>(word) + J * kLanes);
+  }
+};
+
+struct BF16 {
+  static constexpr int kValues = 2;
+  template <int J>
+  static Vec at(const uint32_t* word) {
+    return J == 0 ? low_bfloats(word) : high_bfloats(word);
+  }
+};
+
+template <int Bits>
+struct Integers {
+  static constexpr int kValues = 32 / Bits;
+  template <int J>
+  static Vec at(const uint32_t* word) {
+    return integers<J * Bits, Bits>(word);
+  }
+};
+
+Vec load_as(Type type, const void* from, size_t at) {
+  return type == Type::f32   ? load(static_cast<const float*>(from) + at)
+         : type == Type::f16 ? halves(static_cast<const uint16_t*>(from) + at)
+                             : bfloats(static_cast<const uint16_t*>(from) + at);
+}
+
+/// Rows of `from` to lanes; `count` rows and `filled` values of `padded` are there.
+template <bool Pairs, typename T>
+void transpose(const T* from, size_t stride, int count, int filled, int padded, T* to) {
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const int there = lane < count ? filled : 0;
+    auto at = [&](int k) -> T& {
+      return to[Pairs ? k / 2 * 2 * kLanes + 2 * lane + k % 2 : k * kLanes + lane];
+    };
+    for (int k = 0; k < there; ++k) at(k) = from[lane * stride + k];
+    for (int k = there; k < padded; ++k) at(k) = 0;
+  }
+}
+
+template <bool Pairs, typename T>
+void pack(const PackWeight& p, int part, int parts) {
+  const int blocks = (p.outputs + kLanes - 1) / kLanes;
+  const size_t all = size_t(p.experts) * blocks;
+  for (size_t i = all * part / parts; i < all * (part + 1) / parts; ++i) {
+    const int first = int(i % blocks) * kLanes;
+    const T* from = static_cast<const T*>(p.from) + (i / blocks * p.outputs + first) * p.inputs;
+    for (int k = 0; k < p.padded; k += kPanel) {
+      const int padded = p.padded - k < kPanel ? p.padded - k : kPanel;
+      const int filled = p.inputs - k < padded ? p.inputs - k : padded;
+      T* to = static_cast<T*>(p.to) + (i * p.padded + k) * kLanes;
+      transpose<Pairs>(from + k, p.inputs, p.outputs - first, filled, padded, to);
+    }
+  }
+}
+
+// ---- rows
+// ------------------------------------------------------------------------------------------
+
+/// The rows of a job in tiles of nearly equal height; a tile's x lies as [k][rows].
+template <typename F>
+void for_tiles(int rows, F&& f) {
+  const int tiles = (rows + kTileRows - 1) / kTileRows;
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int first = rows * tile / tiles;
+    f(first, rows * (tile + 1) / tiles - first);
+  }
+}
+
+int padded_inputs(const Matmul& p) {
+  const int values = in_word(p.weights);
+  return (p.inputs + values - 1) / values * values;
+}
+
+int total_rows(const Matmul& p) {
+  const MatmulJob& last = p.jobs[p.job_count - 1];
+  return last.first + last.rows;
+}
+
+/// What x[k] is multiplied by, so that its word's weight need not be shifted (see words.h).
+struct Factors {
+  float of[8];
+  explicit Factors(Weights weights) {
+    const int values = in_word(weights), bits = 32 / values;
+    const bool integers = weights == Weights::bits8 || weights == Weights::bits4;
+    for (int k = 0; k < 8; ++k) {
+      const int at = k % values;
+      of[k] = integers && at + 1 < values ? 1.0f / float(1 << at * bits) : 1.0f;
+    }
+  }
+};
+
+template <typename T>
+void widen_row(const Matmul& p, int source, float* to, int stride, float* sums) {
+  const T* from = static_cast<const T*>(p.x) + size_t(source) * p.inputs;
+  const Factors factors(p.weights);
+  for (int k = 0; k < p.inputs; ++k) to[k * stride] = to_float(from[k]) * factors.of[k % 8];
+  for (int k = p.inputs; k < padded_inputs(p); ++k) to[k * stride] = 0.0f;
+  if (!p.group) return;
+  constexpr int kChains = 8;  // groups at once
+  const int groups = p.inputs / p.group;
+  for (int g = 0; g < groups; g += kChains) {
+    const int count = groups - g < kChains ? groups - g : kChains;
+    float sum[kChains] = {};
+    for (int k = 0; k < p.group; ++k) {
+      for (int i = 0; i < count; ++i) sum[i] += to_float(from[(g + i) * p.group + k]);
+    }
+    for (int i = 0; i < count; ++i) sums[g + i] = sum[i];
+  }
+}
+
+template <typename T>
+void widen(const Matmul& p, int part, int parts) {
+  const int all = total_rows(p), begin = int(size_t(all) * part / parts),
+            end = int(size_t(all) * (part + 1) / parts);
+  const size_t padded = padded_inputs(p), groups = p.group ? p.inputs / p.group : 0;
+  float* sums = p.wide + all * padded;
+  for (int i = 0; i < p.job_count; ++i) {
+    for_tiles(p.jobs[i].rows, [&](int first, int rows) {
+      first += p.jobs[i].first;
+      for (int r = 0; r < rows; ++r) {
+        const int row = first + r;
+        if (row < begin || row >= end) continue;
+        float* to = p.wide + first * padded + r;
+        widen_row<T>(p, p.source[row], to, rows, sums + row * groups);
+      }
+    });
+  }
+}
+
+template <typename T>
+void store_as(const Matmul& p, size_t at, int count, const float* sums) {
+  T* out = static_cast<T*>(p.out) + at;
+  for (int i = 0; i < count; ++i) {
+    const float x = sums[i];
+    out[i] = from_float<T>(x == x ? x : __builtin_nanf(""));  // one NaN, whichever came first
+  }
+}
+
+/// Sixteen outputs of a row: bias, rounding.
+void finish(const Matmul& p, int expert, int block, int row, float* sums) {
+  const int first = block * kLanes;
+  const int count = p.outputs - first < kLanes ? p.outputs - first : kLanes;
+  if (p.bias) {
+    const size_t at = size_t(expert) * p.outputs + first;
+    for (int i = 0; i < count; ++i) {
+      sums[i] += p.bias_type == Type::f32   ? static_cast<const float*>(p.bias)[at + i]
+                 : p.bias_type == Type::f16 ? to_float(static_cast<const Half*>(p.bias)[at + i])
+                                            : to_float(static_cast<const BFloat*>(p.bias)[at + i]);
+    }
+  }
+  const size_t at = size_t(p.target[row]) * p.outputs + first;
+  p.out_type == Type::f32   ? store_as<float>(p, at, count, sums)
+  : p.out_type == Type::f16 ? store_as<Half>(p, at, count, sums)
+                            : store_as<BFloat>(p, at, count, sums);
+}
+
+// ---- products
+// --------------------------------------------------------------------------------------
+
+/// What a group's sums are multiplied by.
+struct Scale {
+  Vec scale, bias;
+};
+
+template <int B>
+struct Panel {
+  const uint32_t* words;  ///< of block 0
+  size_t stride;          ///< words to the next block
+  int count;              ///< words of a lane
+  const Scale* scales;    ///< of each block, or null
+  size_t ahead = 0;       ///< words from here to those that memory is asked for
+};
+
+template <typename F, int... J>
+inline void each(F&& f, std::integer_sequence<int, J...>) {
+  (f(std::integral_constant<int, J>()), ...);
+}
+
+/// f of each of 0 .. N - 1 as a type.
+template <int N, typename F>
+inline void unrolled(F&& f) {
+  each(f, std::make_integer_sequence<int, N>());
+}
+
+/// R rows by B blocks: one panel into acc [B][R][16]. x: [k][R]; sums: of this group, by row.
+/// One block leaves its widened weights in `wide`, for the tiles after it.
+template <typename W, int R, int B>
+inline void multiply(
+    const Panel<B>& panel,
+    const float* x,
+    const float* sums,
+    size_t groups,
+    float* acc,
+    float* wide = nullptr) {
+  constexpr bool kKeeps = B == 1 && !std::is_same_v<W, F32>;
+  Vec part[B][R];
+  for (int b = 0; b < B; ++b) {
+    for (int r = 0; r < R; ++r) part[b][r] = splat(0.0f);
+  }
+  const uint32_t* words = panel.words;
+  for (int i = 0; i < panel.count; ++i) {
+    unrolled<W::kValues>([&]<int J>(std::integral_constant<int, J>) {
+      for (int b = 0; b < B; ++b) {
+        const uint32_t* word = words + b * panel.stride;
+        if constexpr (J == 0 && B == 1) __builtin_prefetch(word + panel.ahead);
+        const Vec w = W::template at<J>(word);
+        if constexpr (kKeeps) store(wide + J * kLanes, w);
+        for (int r = 0; r < R; ++r) part[b][r] = fma(splat(x[J * R + r]), w, part[b][r]);
+      }
+    });
+    words += kLanes;
+    x += W::kValues * R;
+    if constexpr (kKeeps) wide += W::kValues * kLanes;
+  }
+  for (int b = 0; b < B; ++b) {
+    for (int r = 0; r < R; ++r) {
+      float* at = acc + (b * R + r) * kLanes;
+      Vec sum = load(at);
+      if (panel.scales) {
+        sum = fma(panel.scales[b].scale, part[b][r], sum);
+        sum = fma(panel.scales[b].bias, splat(sums[r * groups]), sum);
+      } else {
+        sum = add(sum, part[b][r]);
+      }
+      store(at, sum);
+    }
+  }
+}
+
+/// Where a job's x and weights lie.
+template <typename W>
+struct Walk {
+  const Matmul& p;
+  const MatmulJob& job;
+  int words, panel, groups;  ///< words of a lane, and of a panel of it; groups of a row
+  const float *x, *sums;
+
+  Walk(const Matmul& p, const MatmulJob& job)
+      : p(p),
+        job(job),
+        words((p.inputs + W::kValues - 1) / W::kValues),
+        panel((p.group ? p.group : kPanel) / W::kValues),
+        groups(p.group ? p.inputs / p.group : 0) {
+    const size_t padded = size_t(words) * W::kValues;
+    x = p.wide + job.first * padded;
+    sums = p.wide + total_rows(p) * padded + size_t(job.first) * groups;
+  }
+
+  size_t block_of(int block) const {
+    return size_t(job.expert) * ((p.outputs + kLanes - 1) / kLanes) + block;
+  }
+
+  const uint32_t* packed(int block, int word) const {
+    return static_cast<const uint32_t*>(p.weight) + (block_of(block) * words + word) * kLanes;
+  }
+
+  /// `count` words of sixteen rows as they are packed.
+  const uint32_t* words_of(int block, int word, int count, uint32_t* buffer) const {
+    if (p.packed) return packed(block, word);
+    const int first = block * kLanes, rows = p.outputs - first;
+    const size_t row = size_t(job.expert) * p.outputs + first;
+    if constexpr (W::kValues == 2) {
+      const int k = word * 2, padded = count * 2;
+      const int filled = p.inputs - k < padded ? p.inputs - k : padded;
+      const uint16_t* from = static_cast<const uint16_t*>(p.weight) + row * p.inputs + k;
+      constexpr bool pairs = std::is_same_v<W, BF16>;
+      transpose<pairs>(from, p.inputs, rows, filled, padded, reinterpret_cast<uint16_t*>(buffer));
+    } else {
+      const uint32_t* from = static_cast<const uint32_t*>(p.weight) + row * words + word;
+      transpose<false>(from, words, rows, count, count, buffer);
+    }
+    return buffer;
+  }
+
+  Vec group_values(const void* from, int block, int group) const {
+    if (p.packed) return load_as(p.scale_type, from, (block_of(block) * groups + group) * kLanes);
+    const int first = block * kLanes, rows = p.outputs - first;
+    const size_t at = (size_t(job.expert) * p.outputs + first) * groups + group;
+    uint32_t values[kLanes];
+    if (p.scale_type == Type::f32) {
+      transpose<false>(static_cast<const uint32_t*>(from) + at, groups, rows, 1, 1, values);
+    } else {
+      auto* halves = reinterpret_cast<uint16_t*>(values);
+      transpose<false>(static_cast<const uint16_t*>(from) + at, groups, rows, 1, 1, halves);
+    }
+    return load_as(p.scale_type, values, 0);
+  }
+
+  Scale scale(int block, int group) const {
+    return {group_values(p.scales, block, group), group_values(p.biases, block, group)};
+  }
+};
+
+/// Few rows, packed weights: B blocks at once, widened in registers.
+template <typename W, int R, int B>
+void fused(const Walk<W>& walk, int block) {
+  alignas(64) float acc[B * R * kLanes] = {};
+  Scale scales[B];
+  for (int word = 0, group = 0; word < walk.words; word += walk.panel, ++group) {
+    const int left = walk.words - word;
+    for (int b = 0; b < B && walk.groups; ++b) scales[b] = walk.scale(block + b, group);
+    multiply<W, R, B>(
+        {walk.packed(block, word),
+         size_t(walk.words) * kLanes,
+         left < walk.panel ? left : walk.panel,
+         walk.groups ? scales : nullptr},
+        walk.x + word * W::kValues * R,
+        walk.sums + group,
+        walk.groups,
+        acc);
+  }
+  for (int b = 0; b < B; ++b) {
+    for (int r = 0; r < R; ++r) {
+      finish(walk.p, walk.job.expert, block + b, walk.job.first + r, acc + (b * R + r) * kLanes);
+    }
+  }
+}
+
+/// Any rows, one block: its weights are widened by the first tile, for all.
+template <typename W>
+void one_block(const Walk<W>& walk, int block) {
+  alignas(64) float acc[kJobRows * kLanes] = {};
+  alignas(64) uint32_t gathered[kPanel * kLanes];
+  alignas(64) float wide[kPanel * kLanes];
+  constexpr int V = W::kValues;
+  const int rows = walk.job.rows, padded = walk.words * V;
+  for (int word = 0, group = 0; word < walk.words; word += walk.panel, ++group) {
+    const int left = walk.words - word, count = left < walk.panel ? left : walk.panel;
+    Scale scale;
+    if (walk.groups) scale = walk.scale(block, group);
+    const Scale* scales = walk.groups ? &scale : nullptr;
+    const uint32_t* words = walk.words_of(block, word, count, gathered);
+    const bool in_place = std::is_same_v<W, F32>;
+    const uint32_t* later = in_place ? words : reinterpret_cast<const uint32_t*>(wide);
+    for_tiles(rows, [&](int first, int height) {
+      const float* x = walk.x + size_t(first) * padded + word * V * height;
+      const float* sums = walk.sums + size_t(first) * walk.groups + group;
+      float* to = acc + first * kLanes;
+      unrolled<kTileRows>([&]<int J>(std::integral_constant<int, J>) {
+        constexpr int R = J + 1;
+        if (height != R) return;
+        if (first == 0) {
+          const size_t next = walk.p.packed ? count * kLanes : 0;
+          multiply<W, R, 1>({words, 0, count, scales, next}, x, sums, walk.groups, to, wide);
+        } else {
+          multiply<F32, R, 1>({later, 0, count * V, scales}, x, sums, walk.groups, to);
+        }
+      });
+    });
+  }
+  for (int r = 0; r < rows; ++r) {
+    finish(walk.p, walk.job.expert, block, walk.job.first + r, acc + r * kLanes);
+  }
+}
+
+template <typename W>
+void run(const Matmul& p, int part, int parts) {
+  const int blocks = (p.outputs + kLanes - 1) / kLanes, units = (blocks + kBlocks - 1) / kBlocks;
+  const int begin = int(size_t(units) * part / parts) * kBlocks;
+  const int end = int(size_t(units) * (part + 1) / parts) * kBlocks;
+  for (int unit = begin; unit < end; unit += kBlocks) {
+    const int last = unit + kBlocks < blocks ? unit + kBlocks : blocks;
+    for (int i = 0; i < p.job_count; ++i) {
+      const Walk<W> walk(p, p.jobs[i]);
+      const int rows = p.jobs[i].rows;
+      int block = unit;
+      if (p.packed && rows == 1) {
+        for (; block + 4 <= last; block += 4) fused<W, 1, 4>(walk, block);
+      } else if (p.packed && rows == 2) {
+        for (; block + 2 <= last; block += 2) fused<W, 2, 2>(walk, block);
+      }
+      for (; block < last; ++block) one_block<W>(walk, block);
+    }
+  }
+}
+
+}  // namespace
+
+namespace DFLASH_ISA {
+
+void pack_weight(const PackWeight& p, int part, int parts) {
+  p.bytes == 4 ? pack<false, uint32_t>(p, part, parts)
+  : p.pairs    ? pack<true, uint16_t>(p, part, parts)
+               : pack<false, uint16_t>(p, part, parts);
+}
+
+void matmul_widen(const Matmul& p, int part, int parts) {
+  switch (p.x_type) {
+    case Type::f32:
+      return widen<float>(p, part, parts);
+    case Type::f16:
+      return widen<Half>(p, part, parts);
+    case Type::bf16:
+      return widen<BFloat>(p, part, parts);
+  }
+}
+
+void matmul(const Matmul& p, int part, int parts) {
+  switch (p.weights) {
+    case Weights::f32:
+      return run<F32>(p, part, parts);
+    case Weights::f16:
+      return run<F16>(p, part, parts);
+    case Weights::bf16:
+      return run<BF16>(p, part, parts);
+    case Weights::bits8:
+      return run<Integers<8>>(p, part, parts);
+    case Weights::bits4:
+      return run<Integers<4>>(p, part, parts);
+  }
+}
+
+}  // namespace DFLASH_ISA
+}  // namespace dflash::cpu
