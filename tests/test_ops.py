@@ -29,7 +29,9 @@ def every_operation():
     gates = [mx.random.normal(s) for s in ((2, 5, 4), (2, 5, 4), (4,), (4,))]
     cache, new = mx.random.normal((2, 4, 9, 8)), mx.random.normal((2, 4, 3, 8))
     keep = mx.array([2, 5])
+    row, scales = mx.random.normal((2, 5, 12)), mx.random.normal((12,))
     calls = {
+        "add_rms_norm": (lambda a, b: list(ops.add_rms_norm(a, b, scales, 1e-6)), [x, row]),
         "gated_delta_gates": (lambda *a: list(ops.gated_delta_gates(*a)), gates),
         "gated_delta_verify": (
             lambda *a: [(out := ops.gated_delta_verify(*a))[0], out[1].delta],
@@ -43,6 +45,11 @@ def every_operation():
         "causal_conv1d_verify": (lambda *a: [ops.causal_conv1d_verify(*a)], [x, weight, window]),
         "conv_window": (lambda w, x: [ops.conv_window(w, x, keep)], [window, x]),
         "kv_write": (lambda c, n: [ops.kv_write(c, n, mx.array([0, 6]))], [cache, new]),
+        "rms_norm": (lambda a: [ops.rms_norm(a, scales, 1e-6)], [x * 1.1]),
+        "rms_norm_gated": (lambda a, b: [ops.rms_norm_gated(a, b, scales, 1e-6)], [x + row, row]),
+        "rope": (lambda a: [ops.rope(a, mx.array([3, 0]), 6, base=100.0)], [new]),
+        "sigmoid_gate": (lambda a, b: [ops.sigmoid_gate(a, b)], [x, row]),
+        "swiglu": (lambda a, b: [ops.swiglu(a, b)], [x, row]),
         "verify_attention": (
             lambda q, k, v: [ops.verify_attention(q, k, v, mx.array([0, 6]), 0.2)],
             [mx.random.normal(s) for s in ((2, 6, 3, 32), (2, 2, 9, 32), (2, 2, 9, 32))],

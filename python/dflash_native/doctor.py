@@ -29,6 +29,7 @@ TOLERANCES = {
 }
 """The largest difference from the reference, over its largest value, by the dtype of a result."""
 
+_ROWWISE = ("add_rms_norm", "rms_norm", "rms_norm_gated", "rope", "sigmoid_gate", "swiglu")
 _MOVES = ("conv_window", "kv_write")
 _PACKAGES = ("dflash-native", "mlx", "mlx-lm", "numpy", "transformers", "typer", "rich")
 _VARIABLES = ("DFLASH_NATIVE_ISA", "DFLASH_NATIVE_NUM_THREADS")
@@ -111,6 +112,8 @@ def kernels() -> dict[str, str]:
     else:
         found = dict.fromkeys(OPERATIONS, f"CUDA, {shaders} through MLX's fast::cuda_kernel")
         found["kv_write"] = "CUDA, MLX's slice_update"
+    if where != "cpu":
+        found |= dict.fromkeys(_ROWWISE, f"MLX's own kernels ({where})")
     return found | {
         "attention": f"MLX's scaled_dot_product_attention ({where})",
         "matmul": f"MLX's matmul and quantized_matmul ({where})",
@@ -177,6 +180,7 @@ class _Sample:
         self.new = self._normal(2, 3, 7, 32).astype(dtype)
         self.lengths = mx.array([9, 4], dtype=mx.int32)
         self.queries = self._normal(2, 6, 7, 32).astype(dtype)
+        self.scales = self._normal(40).astype(dtype)
 
     def _normal(self, *shape: int) -> mx.array:
         return mx.random.normal(shape, key=next(self._keys))
@@ -192,6 +196,7 @@ def _verify(m: Any, s: _Sample) -> tuple[mx.array, ...]:
 
 
 _CALLS: dict[str, Callable[[Any, _Sample], Sequence[mx.array]]] = {
+    "add_rms_norm": lambda m, s: m.add_rms_norm(s.x, s.x[::-1], s.scales, 1e-6),
     "causal_conv1d_verify": lambda m, s: [m.causal_conv1d_verify(s.x, s.weight, s.window)],
     "conv_window": lambda m, s: [m.conv_window(s.window, s.x, s.keep)],
     "gated_delta_gates": lambda m, s: m.gated_delta_gates(s.a, s.b, s.A_log, s.dt_bias),
@@ -199,6 +204,11 @@ _CALLS: dict[str, Callable[[Any, _Sample], Sequence[mx.array]]] = {
     "gated_delta_step": lambda m, s: m.gated_delta_step(*s.recurrence, s.state),
     "gated_delta_verify": _verify,
     "kv_write": lambda m, s: [m.kv_write(s.cache, s.new, s.lengths)],
+    "rms_norm": lambda m, s: [m.rms_norm(s.x, s.scales, 1e-6)],
+    "rms_norm_gated": lambda m, s: [m.rms_norm_gated(s.x, s.x[::-1], s.scales, 1e-6)],
+    "rope": lambda m, s: [m.rope(s.queries, s.lengths, 24, base=10000.0)],
+    "sigmoid_gate": lambda m, s: [m.sigmoid_gate(s.x, s.x[::-1])],
+    "swiglu": lambda m, s: [m.swiglu(s.x, s.x[::-1])],
     "verify_attention": lambda m, s: [
         m.verify_attention(s.queries, s.cache, s.cache, s.lengths, 32**-0.5)
     ],
