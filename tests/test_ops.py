@@ -13,6 +13,8 @@ import pytest
 from dflash_native import Tape, ops
 from inputs import gated_delta, same
 
+OPERATIONS = sorted(set(ops.__all__) - {"PackedWeight", "Tape"})
+
 
 def strided(x):
     """The same values with other strides."""
@@ -30,6 +32,8 @@ def every_operation():
     cache, new = mx.random.normal((2, 4, 9, 8)), mx.random.normal((2, 4, 3, 8))
     keep = mx.array([2, 5])
     row, scales = mx.random.normal((2, 5, 12)), mx.random.normal((12,))
+    rows, dense, experts = (mx.random.normal(s) for s in ((2, 3, 64), (20, 64), (3, 20, 64)))
+    chosen = mx.array([[0, 2, 1], [2, 2, 0]])
     calls = {
         "add_rms_norm": (lambda a, b: list(ops.add_rms_norm(a, b, scales, 1e-6)), [x, row]),
         "gated_delta_gates": (lambda *a: list(ops.gated_delta_gates(*a)), gates),
@@ -54,13 +58,19 @@ def every_operation():
             lambda q, k, v: [ops.verify_attention(q, k, v, mx.array([0, 6]), 0.2)],
             [mx.random.normal(s) for s in ((2, 6, 3, 32), (2, 2, 9, 32), (2, 2, 9, 32))],
         ),
+        "pack_matmul": (lambda w: [ops.pack_matmul(w, stream=mx.cpu).weight], [dense]),
+        "verify_matmul": (lambda x, w: [ops.verify_matmul(x, w)], [rows, dense]),
+        "verify_gather_matmul": (
+            lambda x, w, i: [ops.verify_gather_matmul(x, w, i)],
+            [rows, experts, chosen],
+        ),
     }
-    assert set(calls) == set(ops.__all__) - {"Tape"}
+    assert set(calls) == set(OPERATIONS)
     mx.eval([arrays for _, arrays in calls.values()])
     return calls
 
 
-@pytest.mark.parametrize("operation", sorted(set(ops.__all__) - {"Tape"}))
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_compiled_and_strided_calls_have_the_bits_of_plain_ones(backend, operation):
     """A placeholder of mx.compile says that it is contiguous: what it stands for may not be."""
     call, arrays = every_operation()[operation]
@@ -76,7 +86,7 @@ def test_compiled_and_strided_calls_have_the_bits_of_plain_ones(backend, operati
     assert not all(same(a, b) for a, b in pairs)  # the control
 
 
-@pytest.mark.parametrize("operation", sorted(set(ops.__all__) - {"Tape"}))
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_what_is_no_array_is_refused_by_name(operation):
     call, arrays = every_operation()[operation]
     for at in range(len(arrays)):
