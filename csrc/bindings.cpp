@@ -13,6 +13,7 @@
 #include "gpu/metal.h"
 #include "gpu/sources.h"
 #include "kv_write.h"
+#include "rowwise.h"
 #include "verify_attention.h"
 #include "verify_matmul.h"
 
@@ -107,6 +108,36 @@ NB_MODULE(_ext, m) {
       "window"_a,
       "stream"_a = nb::none());
   m.def("conv_window", &dflash::conv_window, "window"_a, "x"_a, "keep"_a, "stream"_a = nb::none());
+  m.def("rms_norm", &dflash::rms_norm, "x"_a, "weight"_a, "eps"_a, "stream"_a = nb::none());
+  m.def(
+      "rms_norm_gated",
+      &dflash::rms_norm_gated,
+      "x"_a,
+      "gate"_a,
+      "weight"_a,
+      "eps"_a,
+      "stream"_a = nb::none());
+  m.def(
+      "add_rms_norm",
+      &dflash::add_rms_norm,
+      "x"_a,
+      "residual"_a,
+      "weight"_a,
+      "eps"_a,
+      "stream"_a = nb::none());
+  m.def("swiglu", &dflash::swiglu, "gate"_a, "up"_a, "stream"_a = nb::none());
+  m.def("sigmoid_gate", &dflash::sigmoid_gate, "x"_a, "gate"_a, "stream"_a = nb::none());
+  m.def(
+      "rope",
+      &dflash::rope,
+      "x"_a,
+      "lengths"_a,
+      "dims"_a,
+      "base"_a = nb::none(),
+      "freqs"_a = nb::none(),
+      "scale"_a = 1.0f,
+      "traditional"_a = false,
+      "stream"_a = nb::none());
   m.def(
       "verify_attention",
       &dflash::verify_attention,

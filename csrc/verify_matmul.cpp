@@ -4,6 +4,8 @@
 #include <numeric>
 
 #include "cpu/launch.h"
+#include "gpu/cuda.h"
+#include "gpu/verify_matmul.h"
 
 namespace dflash {
 namespace {
@@ -102,6 +104,15 @@ MatmulFormat format_of(const char* op, const MatmulWeight& w, bool experts) {
   return format;
 }
 
+/// Whether the product runs on one of metal/'s kernels.
+bool has_shaders(mx::Stream stream) {
+#ifdef DFLASH_METAL_MOCK
+  return true;
+#else
+  return stream.device == mx::Device::gpu;
+#endif
+}
+
 mx::array product(
     const char* op,
     const mx::array& x,
@@ -118,15 +129,26 @@ mx::array product(
   }
   const auto& values = w.scales ? *w.scales : w.weight;
   const auto dtype = mx::promote_types(x.dtype(), values.dtype());
-  std::vector<mx::array> operands;
-  const std::optional<mx::array> given[] = {x, w.weight, w.scales, w.biases, bias};
-  for (const auto& each : given) {
+  if (format.packed && has_shaders(stream)) {
+    refuse(op, "expected a plain weight on a GPU but got one that pack_matmul made");
+  }
+  auto in_dtype = [&](const mx::array& each) {
+    return has_shaders(stream) ? mx::astype(each, dtype, stream) : each;
+  };
+  std::vector<mx::array> operands = {row_contiguous(in_dtype(x), stream)};
+  for (const auto& each : {std::optional(w.weight), w.scales, w.biases}) {
     if (each) operands.push_back(row_contiguous(*each, stream));
+  }
+  if (bias) {
+    operands.push_back(row_contiguous(in_dtype(*bias), stream));
   }
   if (indices) {
     operands.push_back(as_int32(op, "indices", *indices, stream));
   }
   shape.push_back(format.outputs);
+  if (cuda::runs_on(stream)) {
+    return cuda::verify_matmul(format, operands, shape, stream);
+  }
   return mx::array(
       shape, dtype, std::make_shared<VerifyMatmul>(stream, format), std::move(operands));
 }
@@ -224,10 +246,6 @@ void run_plan(cpu::Matmul args, const Plan& plan) {
   }
 }
 
-[[noreturn]] void launch_matmul_metal(const char* op, mx::Stream stream) {
-  refuse(op, "expected a stream of the CPU but got ", stream.device, ", which has no kernel yet");
-}
-
 }  // namespace
 
 mx::array verify_matmul(
@@ -276,6 +294,9 @@ std::tuple<mx::array, std::optional<mx::array>, std::optional<mx::array>> pack_m
   const auto stream = mx::to_stream(where);
   const bool experts = w.weight.ndim() == 3;
   format_of(op, w, experts);
+  if (has_shaders(stream)) {
+    refuse(op, "expected a stream of the CPU but got one of ", stream.device);
+  }
   auto pack = [&](const mx::array& x, bool pairs, int columns) {
     mx::Shape shape = {blocks_of(x.shape(-2)), columns, kLanes};
     if (pairs) {
@@ -338,10 +359,6 @@ void VerifyMatmul::run_cpu(const std::vector<mx::array>& inputs, std::vector<mx:
       });
 }
 
-void VerifyMatmul::run_metal(const std::vector<mx::array>&, std::vector<mx::array>&) {
-  launch_matmul_metal(format_.gathers ? "verify_gather_matmul" : "verify_matmul", stream());
-}
-
 void PackWeight::run_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   cpu::allocate(outputs);
   const auto &from = inputs[0], &to = outputs[0];
@@ -360,7 +377,7 @@ void PackWeight::run_cpu(const std::vector<mx::array>& inputs, std::vector<mx::a
 }
 
 void PackWeight::run_metal(const std::vector<mx::array>&, std::vector<mx::array>&) {
-  launch_matmul_metal("pack_matmul", stream());
+  throw std::logic_error("[pack_matmul] is for the CPU.");  // refused at the call
 }
 
 }  // namespace dflash

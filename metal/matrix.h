@@ -51,6 +51,23 @@ METAL_FUNC Eight<T> load_eight(const device W* p, int count) {
   return a;
 }
 
+/// Eight neighbours of threadgroup memory, aligned to 16 bytes.
+template <typename T>
+METAL_FUNC Eight<T> read_eight(const threadgroup T* p) {
+  Eight<T> a;
+  for (int i = 0; i < 8; ++i) {
+    a.x[i] = p[i];
+  }
+  return a;
+}
+
+template <typename T>
+METAL_FUNC void store_eight(threadgroup T* p, Eight<T> a) {
+  for (int i = 0; i < 8; ++i) {
+    p[i] = a.x[i];
+  }
+}
+
 /// `count` words, aligned to as many.
 template <int count>
 METAL_FUNC void load_words(const device uint* p, thread uint* out) {

@@ -13,9 +13,9 @@
 #pragma once
 
 #define DFLASH_CHUNK 256
-#define DFLASH_CHUNK_SIMDGROUPS 4
 #define DFLASH_STRIPES 16
-#define DFLASH_WEIGHTS_STRIDE 40  // 32 keys, and 8 so that columns start in other banks
+#define DFLASH_ATTENTION_SIMDGROUPS 4  // most of a threadgroup
+#define DFLASH_WEIGHTS_STRIDE 40       // 32 keys, and 8 so that columns start in other banks
 #define DFLASH_UNROLL _Pragma("unroll")
 
 /// The part of a call that concerns one batch row and key head.
@@ -89,7 +89,39 @@ METAL_FUNC float weight_of(float m, float base) {
   return m == minus_infinity() ? 0.0f : exp_rn(add_rn(m, -base));
 }
 
-template <typename T, int D, int Dv, int tiles, bool whole>
+/// Of 32 staged keys or values of D elements: rows apart so that lanes read from different banks.
+constexpr int key_stride(int D) {
+  return D + (D % 64 == 0 ? 32 : 0);
+}
+
+constexpr int value_stride(int Dv) {
+  return Dv + (Dv % 64 == 0 ? 16 : 48);
+}
+
+/// 32 rows of a cache from `first` on, those before `end`, to threadgroup memory.
+template <typename T, int D, bool whole>
+METAL_FUNC void stage(
+    const device T* rows,
+    int first,
+    int end,
+    int stride,
+    int thread_,
+    int threads,
+    threadgroup T* to) {
+  DFLASH_UNROLL
+  for (int i = thread_; i < 32 * D / 8; i += threads) {
+    const int row = i / (D / 8), d = i % (D / 8) * 8;
+    const bool there = first + row < end;
+    store_eight<T>(
+        to + row * stride + d,
+        load_eight<T, T, whole>(rows + size_t(first + row) * D + d, there ? 8 : 0));
+  }
+}
+
+/// A SIMD group's 8 tiles columns of one chunk. `staged`: the threadgroup's SIMD groups have
+/// columns of their own and read keys and values from threadgroup memory, which they fill together;
+/// otherwise each reads them from the cache. The arithmetic is the same.
+template <typename T, int D, int Dv, int tiles, bool staged, bool whole>
 METAL_FUNC void attend_chunk(
     const device T* q,         // [columns, D]
     const device T* k,         // [capacity, D]
@@ -102,19 +134,20 @@ METAL_FUNC void attend_chunk(
     int chunks,
     int chunk,
     int first_column,
-    int slice,
+    int simdgroup,
+    int simdgroups,
     int lane,
-    threadgroup float* shared,               // [max(weights of the four, sums of one)]
-    threadgroup float* shared_statistics) {  // [4, 8 tiles, 2]
+    threadgroup T* weights,   // [8 tiles, DFLASH_WEIGHTS_STRIDE], of this SIMD group
+    threadgroup T* shared) {  // 32 rows of key_stride(D), or of value_stride(Dv)
   constexpr int value_blocks = (Dv + 63) / 64;
+  constexpr bool early = !staged && sizeof(T) == 2 && D <= 128;  // while there are registers
   const int start = chunk * DFLASH_CHUNK;
   const int first = first_seen(block);
   if (start >= block.end || start + DFLASH_CHUNK <= first) {
     return;
   }
   const int row = matrix_row(lane), quad = matrix_quad(lane);
-  threadgroup T* weights =
-      reinterpret_cast<threadgroup T*>(shared) + slice * (8 * tiles * DFLASH_WEIGHTS_STRIDE);
+  const int own_thread = simdgroup * 32 + lane, threads = simdgroups * 32;
 
   float largest[tiles][2], total[tiles][2];
   Sums sums[value_blocks * 4][tiles];
@@ -131,10 +164,26 @@ METAL_FUNC void attend_chunk(
     }
   }
 
-  for (int g = 0; g < 2; ++g) {
-    const int key0 = start + slice * 64 + g * 32;
+  for (int key0 = start; key0 < start + DFLASH_CHUNK; key0 += 32) {
     if (key0 >= block.end || key0 + 32 <= first) {
       continue;
+    }
+    Eight<T> values[value_blocks][8];  // of keys key0 + quad + 4 i, elements 64 b + 8 row ...
+    if (early) {
+      DFLASH_UNROLL
+      for (int b = 0; b < value_blocks; ++b) {
+        DFLASH_UNROLL
+        for (int i = 0; i < 8; ++i) {
+          const int key = key0 + quad + 4 * i, d = 64 * b + 8 * row;
+          const bool there = key < block.end && d < Dv;
+          values[b][i] = load_eight<T, T, whole>(v + size_t(key) * Dv + d, there ? 8 : 0);
+        }
+      }
+    }
+    if (staged) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      stage<T, D, whole>(k, key0, block.end, key_stride(D), own_thread, threads, shared);
+      threadgroup_barrier(mem_flags::mem_threadgroup);
     }
     Sums scores[2][tiles];
     DFLASH_UNROLL
@@ -146,9 +195,13 @@ METAL_FUNC void attend_chunk(
       Left<T> left[2];
       DFLASH_UNROLL
       for (int i = 0; i < 4; ++i) {
-        const int key = key0 + 8 * i + row;
-        const device T* p = k + size_t(key) * D + d + 8 * quad;
-        set_row(left[i / 2], i % 2, load_eight<T, T, whole>(p, key < block.end ? 8 : 0));
+        const int own = 8 * i + row, at = d + 8 * quad;
+        const int there = key0 + own < block.end ? 8 : 0;
+        set_row(
+            left[i / 2],
+            i % 2,
+            staged ? read_eight<T>(shared + own * key_stride(D) + at)
+                   : load_eight<T, T, whole>(k + size_t(key0 + own) * D + at, there));
       }
       DFLASH_UNROLL
       for (int c = 0; c < tiles; ++c) {
@@ -158,6 +211,10 @@ METAL_FUNC void attend_chunk(
         multiply_add(scores[0][c], left[0], right);
         multiply_add(scores[1][c], left[1], right);
       }
+    }
+    if (staged) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      stage<T, Dv, whole>(v, key0, block.end, value_stride(Dv), own_thread, threads, shared);
     }
 
     const bool seen_by_all =
@@ -183,7 +240,7 @@ METAL_FUNC void attend_chunk(
         DFLASH_UNROLL
         for (int i = 0; i < 4; ++i) {
           const float x = mul_rn(scores[i / 2][c].x[2 * (i % 2) + e], scale);
-          score[i] = (seen[c][e] >> (8 * i + row)) & 1u ? x : minus_infinity();
+          score[i] = ((seen[c][e] >> (8 * i + row)) & 1u) != 0 ? x : minus_infinity();
           best = max_rn(best, score[i]);
         }
         const float before = largest[c][e];
@@ -192,7 +249,8 @@ METAL_FUNC void attend_chunk(
         DFLASH_UNROLL
         for (int i = 0; i < 4; ++i) {
           score[i] = weight_of(score[i], base);
-          weights[own * DFLASH_WEIGHTS_STRIDE + 8 * i + row] = T(score[i]);
+          const int slot = 8 * (row % 4) + 2 * i + row / 4;  // 8 c + j is key c + 4 j
+          weights[own * DFLASH_WEIGHTS_STRIDE + slot] = T(score[i]);
         }
         const float sum = add_rn(add_rn(score[0], score[1]), add_rn(score[2], score[3]));
         factor[c][e] = weight_of(before, base);
@@ -213,26 +271,33 @@ METAL_FUNC void attend_chunk(
         }
       }
     }
-    simdgroup_barrier(mem_flags::mem_threadgroup);
+    if (staged) {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    } else {
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+    }
 
-    // Where some row does not see some key, 0 times NaN or infinity must not reach it.
     DFLASH_UNROLL
     for (int b = 0; b < value_blocks; ++b) {
-      const int d = 64 * b + 8 * row;
-      Eight<T> by_key[8], by_dim[8];
-      DFLASH_UNROLL
-      for (int i = 0; i < 8; ++i) {
-        const int key = key0 + 8 * quad + i;
-        const bool there = key < block.end && d < Dv;
-        by_key[i] = load_eight<T, T, whole>(v + size_t(key) * Dv + d, there ? 8 : 0);
+      Eight<T> by_dim[8];
+      if (!early) {
+        DFLASH_UNROLL
+        for (int i = 0; i < 8; ++i) {
+          const int own = quad + 4 * i, d = 64 * b + 8 * row;
+          const bool there = key0 + own < block.end && d < Dv;
+          values[b][i] =
+              staged ? (d < Dv ? read_eight<T>(shared + own * value_stride(Dv) + d) : zero8<T>())
+                     : load_eight<T, T, whole>(v + size_t(key0 + own) * Dv + d, there ? 8 : 0);
+        }
       }
-      transpose8(by_key, by_dim);
+      transpose8(values[b], by_dim);
+      // Where some row does not see some key, 0 times NaN or infinity must not reach it.
       uint bad[8];
       uint any = 0;
       if (!seen_by_all) {
         DFLASH_UNROLL
         for (int j = 0; j < 8; ++j) {
-          bad[j] = remove_nonfinite(by_dim[j]) << (8 * quad);
+          bad[j] = remove_nonfinite(by_dim[j]);
           any |= bad[j];
         }
       }
@@ -249,7 +314,11 @@ METAL_FUNC void attend_chunk(
       if (!seen_by_all && simd_any(any != 0)) {
         DFLASH_UNROLL
         for (int j = 0; j < 8; ++j) {
-          const uint keys = union_of_quads(bad[j]);
+          uint keys = 0;
+          for (int i = 0; i < 8; ++i) {
+            keys |= ((bad[j] >> i) & 1u) << (quad + 4 * i);
+          }
+          keys = union_of_quads(keys);
           DFLASH_UNROLL
           for (int c = 0; c < tiles; ++c) {
             DFLASH_UNROLL
@@ -264,65 +333,6 @@ METAL_FUNC void attend_chunk(
     }
   }
 
-  DFLASH_UNROLL
-  for (int c = 0; c < tiles; ++c) {
-    DFLASH_UNROLL
-    for (int e = 0; e < 2; ++e) {
-      if (row == 0) {
-        const int at = (slice * 8 * tiles + 8 * c + 2 * quad + e) * 2;
-        shared_statistics[at] = largest[c][e];
-        shared_statistics[at + 1] = total[c][e];
-      }
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
-  DFLASH_UNROLL
-  for (int c = 0; c < tiles; ++c) {
-    DFLASH_UNROLL
-    for (int e = 0; e < 2; ++e) {
-      const int own = 8 * c + 2 * quad + e;
-      const float mine = largest[c][e];
-      DFLASH_UNROLL
-      for (int s = 0; s < DFLASH_CHUNK_SIMDGROUPS; ++s) {
-        largest[c][e] = max_rn(largest[c][e], shared_statistics[(s * 8 * tiles + own) * 2]);
-      }
-      const float base = largest[c][e] == minus_infinity() ? 0.0f : largest[c][e];
-      total[c][e] = 0.0f;
-      DFLASH_UNROLL
-      for (int s = 0; s < DFLASH_CHUNK_SIMDGROUPS; ++s) {
-        const int at = (s * 8 * tiles + own) * 2;
-        const float weight = weight_of(shared_statistics[at], base);
-        total[c][e] = fma_rn(shared_statistics[at + 1], weight, total[c][e]);
-      }
-      const float weight = weight_of(mine, base);
-      DFLASH_UNROLL
-      for (int i = 0; i < value_blocks * 4; ++i) {
-        sums[i][c].x[e] = mul_rn(sums[i][c].x[e], weight);
-        sums[i][c].x[2 + e] = mul_rn(sums[i][c].x[2 + e], weight);
-      }
-    }
-  }
-  for (int s = 0; s < DFLASH_CHUNK_SIMDGROUPS; ++s) {
-    if (slice == s) {
-      DFLASH_UNROLL
-      for (int i = 0; i < value_blocks * 4; ++i) {
-        DFLASH_UNROLL
-        for (int c = 0; c < tiles; ++c) {
-          DFLASH_UNROLL
-          for (int e = 0; e < 4; ++e) {
-            const int at = ((i * tiles + c) * 4 + e) * 32 + lane;
-            const float sum = sums[i][c].x[e];
-            sums[i][c].x[e] = s == 0 ? sum : add_rn(shared[at], sum);
-            shared[at] = sums[i][c].x[e];
-          }
-        }
-      }
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-  }
-  if (slice != DFLASH_CHUNK_SIMDGROUPS - 1) {
-    return;
-  }
   DFLASH_UNROLL
   for (int c = 0; c < tiles; ++c) {
     DFLASH_UNROLL
@@ -391,7 +401,7 @@ METAL_FUNC void combine_chunks(
     sums[j] = 0.0f;
   }
   const int behind = (first - stripe + DFLASH_STRIPES - 1) / DFLASH_STRIPES;
-  _Pragma("unroll 4") for (int c = stripe + (first > stripe ? behind : 0) * DFLASH_STRIPES;
+  _Pragma("unroll 8") for (int c = stripe + (first > stripe ? behind : 0) * DFLASH_STRIPES;
                            c < stop;
                            c += DFLASH_STRIPES) {
     const float weight = weight_of(own_statistics[2 * c], base);

@@ -22,8 +22,9 @@ attention_block(const device int* lengths, int b, int inputs, int group, int win
   return block;
 }
 
-// threadgroups (blocks of 8 tiles columns, chunks, B * Hkv), threads (32, 4)
-template <typename T, int D, int Dv, int tiles>
+// threadgroups (blocks of columns, chunks, B * Hkv), threads (32, SIMD groups): each SIMD group has
+// 8 tiles columns
+template <typename T, int D, int Dv, int tiles, bool staged>
 [[kernel]] void attend_chunk_kernel(
     const device T* q [[buffer(0)]],          // [B, Hq, T, D]
     const device T* k [[buffer(1)]],          // [B, Hkv, capacity, D]
@@ -40,19 +41,18 @@ template <typename T, int D, int Dv, int tiles>
     constant int& window [[buffer(12)]],
     constant float& scale [[buffer(13)]],
     uint3 at [[threadgroup_position_in_grid]],
-    uint slice [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  constexpr int sums = (Dv + 63) / 64 * 4 * tiles * 4 * 32;
-  constexpr int weights =
-      DFLASH_CHUNK_SIMDGROUPS * 8 * tiles * DFLASH_WEIGHTS_STRIDE * int(sizeof(T)) / 4;
-  threadgroup float shared[sums > weights ? sums : weights];
-  threadgroup float statistics_of_slices[DFLASH_CHUNK_SIMDGROUPS * 8 * tiles * 2];
+  constexpr int of_keys = key_stride(D), of_values = value_stride(Dv);
+  threadgroup T weights[DFLASH_ATTENTION_SIMDGROUPS * 8 * tiles * DFLASH_WEIGHTS_STRIDE];
+  threadgroup T shared[staged ? 32 * (of_keys > of_values ? of_keys : of_values) : 1];
   const Block block = attention_block(lengths, int(at.z) / key_heads, inputs, group, window);
   if (block.length < 0 || block.end > capacity) {
     return;
   }
   const size_t columns = size_t(at.z) * block.columns;
-  attend_chunk<T, D, Dv, tiles, false>(
+  attend_chunk<T, D, Dv, tiles, staged, false>(
       q + columns * D,
       k + size_t(at.z) * capacity * D,
       v + size_t(at.z) * capacity * Dv,
@@ -63,11 +63,12 @@ template <typename T, int D, int Dv, int tiles>
       scale,
       chunks,
       int(at.y),
-      int(at.x) * 8 * tiles,
-      int(slice),
+      int(at.x * simdgroups + simdgroup) * 8 * tiles,
+      int(simdgroup),
+      int(simdgroups),
       int(lane),
-      shared,
-      statistics_of_slices);
+      weights + simdgroup * (8 * tiles * DFLASH_WEIGHTS_STRIDE),
+      shared);
 }
 
 // threadgroups (B * Hq * T), threads (32, 16)
@@ -107,37 +108,31 @@ template <typename T, int Dv>
 }
 
 #ifndef DFLASH_JIT  // the host instantiates what it needs
-#define ATTEND(T, D, Dv, tiles)                                        \
-  template [[host_name("attend_chunk_" #T "_" #D "_" #Dv "_" #tiles)]] \
-  [[kernel]] decltype(attend_chunk_kernel<T, D, Dv, tiles>) attend_chunk_kernel<T, D, Dv, tiles>;
+#define ATTEND(T, D, Dv, tiles, staged)                                                       \
+  template [[host_name("attend_chunk_" #T "_" #D "_" #Dv "_" #tiles "_" #staged)]] [[kernel]] \
+  decltype(attend_chunk_kernel<T, D, Dv, tiles, staged>)                                      \
+      attend_chunk_kernel<T, D, Dv, tiles, staged>;
 #define COMBINE(T, Dv)     \
   template [[host_name(    \
       "combine_chunks_" #T \
       "_" #Dv)]] [[kernel]] decltype(combine_chunks_kernel<T, Dv>) combine_chunks_kernel<T, Dv>;
-#define ATTENTION(T)     \
-  ATTEND(T, 32, 32, 1)   \
-  ATTEND(T, 32, 32, 2)   \
-  ATTEND(T, 32, 32, 4)   \
-  ATTEND(T, 64, 64, 1)   \
-  ATTEND(T, 64, 64, 2)   \
-  ATTEND(T, 64, 64, 4)   \
-  ATTEND(T, 96, 96, 1)   \
-  ATTEND(T, 96, 96, 2)   \
-  ATTEND(T, 96, 96, 4)   \
-  ATTEND(T, 128, 128, 1) \
-  ATTEND(T, 128, 128, 2) \
-  ATTEND(T, 128, 128, 4) \
-  ATTEND(T, 192, 128, 1) \
-  ATTEND(T, 192, 128, 2) \
-  ATTEND(T, 192, 128, 4) \
-  ATTEND(T, 256, 256, 1) \
-  ATTEND(T, 256, 256, 2) \
-  COMBINE(T, 32)         \
-  COMBINE(T, 64)         \
-  COMBINE(T, 96)         \
-  COMBINE(T, 128)        \
+#define DIMS(MACRO, T, ...)       \
+  MACRO(T, 32, 32, __VA_ARGS__)   \
+  MACRO(T, 64, 64, __VA_ARGS__)   \
+  MACRO(T, 96, 96, __VA_ARGS__)   \
+  MACRO(T, 128, 128, __VA_ARGS__) \
+  MACRO(T, 192, 128, __VA_ARGS__) \
+  MACRO(T, 256, 256, __VA_ARGS__)
+#define ATTENTION(T)        \
+  DIMS(ATTEND, T, 1, false) \
+  COMBINE(T, 32)            \
+  COMBINE(T, 64)            \
+  COMBINE(T, 96)            \
+  COMBINE(T, 128)           \
   COMBINE(T, 256)
 ATTENTION(float)
 ATTENTION(half)
 ATTENTION(bfloat)
+DIMS(ATTEND, half, 2, true)
+DIMS(ATTEND, bfloat, 2, true)
 #endif

@@ -165,6 +165,12 @@ METAL_FUNC void add_quantised(
   }
 }
 
+/// Where output n of column m stands in its row of shared memory: the four quads of a SIMD group
+/// write to different banks.
+METAL_FUNC int swizzled(int n, int m, int outputs) {
+  return (n ^ (((m >> 1) & 3) << 3)) & (outputs - 1);
+}
+
 /// The eight slices' sums, in ascending order, to memory.
 template <typename T, int tiles, int column_tiles>
 METAL_FUNC void finish_matmul(
@@ -173,7 +179,7 @@ METAL_FUNC void finish_matmul(
     bool has_bias,
     MatmulPlace at,
     thread Sums (&total)[tiles][column_tiles],
-    threadgroup float* shared) {  // [slices, 16 tiles, 8 column_tiles]
+    threadgroup float* shared) {  // [slices, 8 column_tiles, 16 tiles]
   constexpr int outputs = 16 * tiles, columns = 8 * column_tiles;
   const int row = matrix_row(at.lane), quad = matrix_quad(at.lane);
   DFLASH_UNROLL
@@ -184,7 +190,7 @@ METAL_FUNC void finish_matmul(
       for (int i = 0; i < 4; ++i) {
         const int n = 16 * tile + 8 * (i / 2) + row;
         const int m = 8 * c + 2 * quad + i % 2;
-        shared[(at.slice * outputs + n) * columns + m] = total[tile][c].x[i];
+        shared[(at.slice * columns + m) * outputs + swizzled(n, m, outputs)] = total[tile][c].x[i];
       }
     }
   }
@@ -194,9 +200,10 @@ METAL_FUNC void finish_matmul(
     if (at.n0 + n >= at.outputs || at.m0 + m >= at.rows) {
       continue;
     }
-    float sum = shared[n * columns + m];
+    const int place = m * outputs + swizzled(n, m, outputs);
+    float sum = shared[place];
     for (int s = 1; s < DFLASH_SLICES; ++s) {
-      sum = add_rn(sum, shared[(s * outputs + n) * columns + m]);
+      sum = add_rn(sum, shared[s * columns * outputs + place]);
     }
     if (has_bias) {
       sum = add_rn(sum, float(bias[at.n0 + n]));

@@ -42,7 +42,7 @@ def test_every_operation_is_tested(backend):
     assert [check for check in checks if not check.passed] == []
     expected = {
         (name, dtype)
-        for name in (*doctor.OPERATIONS, "rollback")
+        for name in (*doctor.OPERATIONS, "rollback", "width")
         for dtype in ("float32", "float16", "bfloat16")
     }
     assert {(check.operation, check.dtype) for check in checks} == expected
@@ -63,6 +63,17 @@ def test_the_last_bit_counts_in_a_rollback(monkeypatch):
     passed = outcome()
     assert passed["gated_delta_replay"]  # within the tolerance of another order of sums
     assert not passed["rollback"]
+
+
+def test_the_last_bit_counts_in_a_width(backend, monkeypatch):
+    exact = ops.verify_matmul
+
+    def wider(x, *args, **kwargs):
+        return exact(x, *args, **kwargs) * (1 if x.shape[0] == 1 else 1 + 2.0**-23)
+
+    monkeypatch.setattr(ops, "verify_matmul", wider)
+    passed = {(check.operation, check.dtype): check.passed for check in doctor.self_test()}
+    assert passed["verify_matmul", "float32"] and not passed["width", "float32"]
 
 
 @pytest.mark.parametrize(
@@ -126,7 +137,7 @@ def test_kernels_of_each_backend(monkeypatch):
     assert "fast::cuda_kernel" in found["cuda"]["gated_delta_verify"]
     assert "slice_update" in found["cuda"]["kv_write"]
     assert extension.shader_hash() in found["metal"]["kv_write"]
-    assert found["cuda"]["matmul"].startswith("MLX's")
+    assert "for prompts and with exact=False MLX's" in found["cuda"]["matmul"]
 
 
 @pytest.mark.parametrize("source", ["/site/dflash_native.metallib", "compiled on first use"])

@@ -19,7 +19,7 @@ from dflash_native.drafters import (
 )
 from dflash_native.drafters.context import ContextCache
 from dflash_native.drafters.dflash2 import CandidateSelector, top_candidates
-from dflash_native.products import Products
+from dflash_native.modules import Products
 from dflash_native.targets import Target
 from drafter_oracle import (
     BLOCK,

@@ -13,6 +13,8 @@ import pytest
 from dflash_native import Tape, ops
 from inputs import gated_delta, same
 
+OPERATIONS = sorted(set(ops.__all__) - {"PackedWeight", "Tape"})
+
 
 def strided(x):
     """The same values with other strides."""
@@ -29,7 +31,11 @@ def every_operation():
     gates = [mx.random.normal(s) for s in ((2, 5, 4), (2, 5, 4), (4,), (4,))]
     cache, new = mx.random.normal((2, 4, 9, 8)), mx.random.normal((2, 4, 3, 8))
     keep = mx.array([2, 5])
+    row, scales = mx.random.normal((2, 5, 12)), mx.random.normal((12,))
+    rows, dense, experts = (mx.random.normal(s) for s in ((2, 3, 64), (20, 64), (3, 20, 64)))
+    chosen = mx.array([[0, 2, 1], [2, 2, 0]])
     calls = {
+        "add_rms_norm": (lambda a, b: list(ops.add_rms_norm(a, b, scales, 1e-6)), [x, row]),
         "gated_delta_gates": (lambda *a: list(ops.gated_delta_gates(*a)), gates),
         "gated_delta_verify": (
             lambda *a: [(out := ops.gated_delta_verify(*a))[0], out[1].delta],
@@ -43,17 +49,28 @@ def every_operation():
         "causal_conv1d_verify": (lambda *a: [ops.causal_conv1d_verify(*a)], [x, weight, window]),
         "conv_window": (lambda w, x: [ops.conv_window(w, x, keep)], [window, x]),
         "kv_write": (lambda c, n: [ops.kv_write(c, n, mx.array([0, 6]))], [cache, new]),
+        "rms_norm": (lambda a: [ops.rms_norm(a, scales, 1e-6)], [x * 1.1]),
+        "rms_norm_gated": (lambda a, b: [ops.rms_norm_gated(a, b, scales, 1e-6)], [x + row, row]),
+        "rope": (lambda a: [ops.rope(a, mx.array([3, 0]), 6, base=100.0)], [new]),
+        "sigmoid_gate": (lambda a, b: [ops.sigmoid_gate(a, b)], [x, row]),
+        "swiglu": (lambda a, b: [ops.swiglu(a, b)], [x, row]),
         "verify_attention": (
             lambda q, k, v: [ops.verify_attention(q, k, v, mx.array([0, 6]), 0.2)],
             [mx.random.normal(s) for s in ((2, 6, 3, 32), (2, 2, 9, 32), (2, 2, 9, 32))],
         ),
+        "pack_matmul": (lambda w: [ops.pack_matmul(w, stream=mx.cpu).weight], [dense]),
+        "verify_matmul": (lambda x, w: [ops.verify_matmul(x, w)], [rows, dense]),
+        "verify_gather_matmul": (
+            lambda x, w, i: [ops.verify_gather_matmul(x, w, i)],
+            [rows, experts, chosen],
+        ),
     }
-    assert set(calls) == set(ops.__all__) - {"Tape"}
+    assert set(calls) == set(OPERATIONS)
     mx.eval([arrays for _, arrays in calls.values()])
     return calls
 
 
-@pytest.mark.parametrize("operation", sorted(set(ops.__all__) - {"Tape"}))
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_compiled_and_strided_calls_have_the_bits_of_plain_ones(backend, operation):
     """A placeholder of mx.compile says that it is contiguous: what it stands for may not be."""
     call, arrays = every_operation()[operation]
@@ -69,7 +86,7 @@ def test_compiled_and_strided_calls_have_the_bits_of_plain_ones(backend, operati
     assert not all(same(a, b) for a, b in pairs)  # the control
 
 
-@pytest.mark.parametrize("operation", sorted(set(ops.__all__) - {"Tape"}))
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_what_is_no_array_is_refused_by_name(operation):
     call, arrays = every_operation()[operation]
     for at in range(len(arrays)):

@@ -13,14 +13,17 @@ namespace dflash::cpu {
   void causal_conv1d(const CausalConv1d& p, int part, int parts);        \
   void verify_attention(const VerifyAttention& p, int part, int parts);  \
   void combine_attention(const VerifyAttention& p, int part, int parts); \
+  void rowwise(const Rowwise& p, int part, int parts);                   \
+  void rope(const Rope& p, int part, int parts);                         \
   void pack_weight(const PackWeight& p, int part, int parts);            \
   void matmul_widen(const Matmul& p, int part, int parts);               \
   void matmul(const Matmul& p, int part, int parts);                     \
   }
-#define DFLASH_TABLE(isa)                                                          \
-  Kernels {                                                                        \
-    #isa, isa::gated_delta, isa::gates, isa::causal_conv1d, isa::verify_attention, \
-        isa::combine_attention, isa::pack_weight, isa::matmul_widen, isa::matmul   \
+#define DFLASH_TABLE(isa)                                                                     \
+  Kernels {                                                                                   \
+    #isa, isa::gated_delta, isa::gates, isa::causal_conv1d, isa::verify_attention,            \
+        isa::combine_attention, isa::rowwise, isa::rope, isa::pack_weight, isa::matmul_widen, \
+        isa::matmul                                                                           \
   }
 
 #if defined(__x86_64__)

@@ -71,6 +71,44 @@ struct VerifyAttention {
   Type type;
 };
 
+/// Rows of any layout: entry i of the row with indices j stands at sum(j * strides) + i * step.
+struct Rows {
+  static constexpr int kLeading = 7;
+  const void* data;
+  long shape[kLeading], strides[kLeading];
+  long step;
+  int leading;
+};
+
+enum class RowwiseKind { rms_norm, rms_norm_gated, add_rms_norm, swiglu, sigmoid_gate };
+
+/// Operations on rows of `size` values; out and sum are row contiguous.
+struct Rowwise {
+  RowwiseKind kind;
+  Rows x;
+  Rows y;              ///< the gate or the residual, where there is one
+  const void* weight;  ///< [size] or null
+  void* out;
+  void* sum;  ///< of add_rms_norm
+  long rows;
+  int size;
+  float eps;
+  Type type;
+};
+
+inline constexpr int kMaxRopeDim = 1024;
+
+struct Rope {
+  Rows x;                    ///< [B, H, T, D]
+  const int* lengths;        ///< [B], the position of the first of T
+  const float* frequencies;  ///< [dims / 2], radians a position
+  void* out;                 ///< [B, H, T, D]
+  int batch, heads, inputs, size, dims;
+  bool traditional;
+  float scale;
+  Type type;
+};
+
 /// How the weights of a product are stored; of the last two, `q` of `scale * q + bias`.
 enum class Weights { f32, f16, bf16, bits8, bits4 };
 
@@ -125,6 +163,8 @@ struct Kernels {
   void (*causal_conv1d)(const CausalConv1d&, int part, int parts);
   void (*verify_attention)(const VerifyAttention&, int part, int parts);
   void (*combine_attention)(const VerifyAttention&, int part, int parts);
+  void (*rowwise)(const Rowwise&, int part, int parts);
+  void (*rope)(const Rope&, int part, int parts);
   void (*pack_weight)(const PackWeight&, int part, int parts);
   void (*matmul_widen)(const Matmul&, int part, int parts);  ///< x to Matmul::wide
   void (*matmul)(const Matmul&, int part, int parts);        ///< after it

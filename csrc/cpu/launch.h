@@ -39,10 +39,11 @@ void dispatch(mx::Stream stream, std::vector<mx::array>& outputs, Work&& work) {
   });
 }
 
-/// Shares a kernel among the threads, more of them for more multiply-adds.
+/// Shares a kernel among the threads, in more parts for more multiply-adds: a part takes some
+/// microseconds, several times what handing it over does.
 inline void share(size_t multiply_adds, const std::function<void(int, int)>& kernel) {
-  constexpr size_t kWorthAThread = 1 << 16;
-  parallel(int(std::min<size_t>(1 + multiply_adds / kWorthAThread, threads())), kernel);
+  constexpr size_t kWorthAPart = 1 << 16, kMost = 1 << 15;
+  parallel(int(std::min(1 + multiply_adds / kWorthAPart, kMost)), kernel);
 }
 
 /// Refuses device values outside 0 .. limit.

@@ -1,7 +1,10 @@
 #include "parallel.h"
 
 #include <algorithm>
+#include <atomic>
+#include <chrono>
 #include <condition_variable>
+#include <cstdint>
 #include <cstdlib>
 #include <exception>
 #include <mutex>
@@ -16,66 +19,118 @@ namespace dflash::cpu {
 namespace {
 
 constexpr int kMostThreads = 1024;
+constexpr int kPartsOfThread = 4;  // one that the system holds up leaves the others something to do
+constexpr auto kSpin =
+    std::chrono::microseconds(50);  // a sleeper wakes in 5 to 10, and pays a call
 
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+/// Waits for `ready` without sleeping, for a while; whether it came.
+template <typename Ready>
+bool spin(bool allowed, Ready&& ready) {
+  if (ready()) return true;
+  if (!allowed) return false;
+  const auto end = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int i = 0; i < 16; ++i) {
+      pause();
+      if (ready()) return true;
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return false;
+}
+
+/// Threads that take the parts of one call after another, in order; so does the caller, who need
+/// not wait for a thread that is late.
 class Pool {
  public:
-  explicit Pool(int workers) {
+  explicit Pool(int workers) : spins_(workers < int(std::thread::hardware_concurrency())) {
     for (int i = 0; i < workers; ++i) {
       try {
-        std::thread([this, i] { work(i + 1); }).detach();
+        std::thread([this] { work(); }).detach();
       } catch (const std::system_error&) {  // the machine has no more threads: make do with these
         return;
       }
-      ++workers_;
     }
   }
 
   void run(int parts, const std::function<void(int, int)>& job) {
     std::lock_guard<std::mutex> one_at_a_time(callers_);
-    parts = std::min(parts, workers_ + 1);
+    job_ = &job;
+    error_ = nullptr;
+    left_.store(parts);
     {
       std::lock_guard<std::mutex> lock(mutex_);
-      job_ = &job;
-      parts_ = parts;
-      left_ = parts - 1;
-      error_ = nullptr;
-      ++generation_;
+      state_.store(State(state_.load()).next_call(parts).bits);
     }
-    start_.notify_all();
-    attempt(job, 0, parts);
-    std::unique_lock<std::mutex> lock(mutex_);
-    done_.wait(lock, [this] { return left_ == 0; });
+    for (int i = 1; i < parts; ++i) start_.notify_one();
+    while (take()) {
+    }
+    const auto done = [this] { return left_.load() == 0; };
+    if (!spin(spins_, done)) {
+      std::unique_lock<std::mutex> lock(mutex_);
+      done_.wait(lock, done);
+    }
     if (error_) {
       std::rethrow_exception(error_);
     }
   }
 
  private:
-  void attempt(const std::function<void(int, int)>& job, int part, int parts) {
+  /// The call's number, its parts and the next of them: one word, so that who takes a part knows
+  /// that the call waits for it.
+  struct State {
+    uint64_t bits;
+    explicit State(uint64_t bits) : bits(bits) {
+    }
+    int next() const {
+      return int(bits & 0xffff);
+    }
+    int parts() const {
+      return int(bits >> 16 & 0xffff);
+    }
+    State next_call(int parts) const {
+      return State(((bits >> 32) + 1) << 32 | uint64_t(parts) << 16);
+    }
+  };
+
+  /// Does one part, if one is left.
+  bool take() {
+    State state(state_.load());
+    do {
+      if (state.next() >= state.parts()) return false;
+    } while (!state_.compare_exchange_weak(state.bits, state.bits + 1));
     try {
-      job(part, parts);
+      (*job_)(state.next(), state.parts());
     } catch (...) {
       std::lock_guard<std::mutex> lock(mutex_);
       error_ = std::current_exception();
     }
+    if (left_.fetch_sub(1) == 1) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      done_.notify_one();
+    }
+    return true;
   }
 
-  void work(int part) {
-    long seen = 0;
+  void work() {
+    const auto called = [this] {
+      const State state(state_.load());
+      return state.next() < state.parts();
+    };
     for (;;) {
-      const std::function<void(int, int)>* job;
-      int parts;
-      {
+      if (!spin(spins_, called)) {
         std::unique_lock<std::mutex> lock(mutex_);
-        start_.wait(lock, [&] { return generation_ != seen; });
-        seen = generation_;
-        job = job_;
-        parts = parts_;
+        start_.wait(lock, called);
       }
-      if (part >= parts) continue;
-      attempt(*job, part, parts);
-      std::lock_guard<std::mutex> lock(mutex_);
-      if (--left_ == 0) done_.notify_one();
+      while (take()) {
+      }
     }
   }
 
@@ -83,8 +138,9 @@ class Pool {
   std::condition_variable start_, done_;
   const std::function<void(int, int)>* job_ = nullptr;
   std::exception_ptr error_;
-  int workers_ = 0, parts_ = 0, left_ = 0;
-  long generation_ = 0;
+  const bool spins_;
+  std::atomic<int> left_{0};  // parts that are not done
+  std::atomic<uint64_t> state_{0};
 };
 
 /// The pool lives as long as the process; a forked child, which inherits no threads, makes its own.
@@ -122,8 +178,8 @@ int threads() {
 }
 
 void parallel(int parts, const std::function<void(int part, int parts)>& work) {
-  parts = std::min(parts, threads());
-  if (parts <= 1) {
+  parts = std::min(parts, kPartsOfThread * threads());
+  if (parts <= 1 || threads() == 1) {
     work(0, 1);
   } else {
     pool().run(parts, work);

@@ -8,7 +8,8 @@ namespace dflash::cpu {
 int threads();
 
 /// Runs work(part, parts) for every part, on the calling thread and the pool's, and returns when
-/// all are done. What a part computes must not depend on the number of parts.
+/// all are done. There are at most four parts a thread. What is computed must not depend on the
+/// number of parts.
 void parallel(int parts, const std::function<void(int part, int parts)>& work);
 
 }  // namespace dflash::cpu

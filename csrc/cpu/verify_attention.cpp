@@ -4,6 +4,7 @@
 // in lane position % 16, and lanes as in vec.h; chunks add in ascending order.
 #include "kernels_isa.h"
 #include "vec.h"
+#include "widen.h"
 
 namespace dflash::cpu {
 namespace {
@@ -18,38 +19,6 @@ constexpr int kRows = 12;  // queries whose accumulators fit into the registers
 constexpr int kRows = 6;
 #endif
 constexpr uint32_t kAll = (1u << kLanes) - 1;
-
-typedef float Eight __attribute__((vector_size(32)));
-typedef uint32_t EightWords __attribute__((vector_size(32)));
-
-template <typename T>
-inline void read(const void* from, T& to) {
-  std::memcpy(&to, from, sizeof to);
-}
-
-/// Eight values to fp32.
-template <typename T>
-inline void widen8(const T* from, Eight& to) {
-  for (int i = 0; i < 8; ++i) to[i] = to_float(from[i]);
-}
-template <>
-inline void widen8<float>(const float* from, Eight& to) {
-  read(from, to);
-}
-#if defined(__AVX2__)
-template <>
-inline void widen8<BFloat>(const BFloat* from, Eight& to) {
-  __m128i narrow;
-  read(from, narrow);
-  to = Eight(_mm256_slli_epi32(_mm256_cvtepu16_epi32(narrow), 16));
-}
-template <>
-inline void widen8<Half>(const Half* from, Eight& to) {
-  __m128i narrow;
-  read(from, narrow);
-  to = Eight(_mm256_cvtph_ps(narrow));
-}
-#endif
 
 /// Rows become columns.
 inline void transpose(Eight* x) {
@@ -109,16 +78,6 @@ void load_keys(const T* from, int count, int D, float* to) {
     for (int d = 0; d < D; d += 16) {
       load_columns(rows, d, to + d * kLanes + half);
     }
-  }
-}
-
-/// `size` values to fp32.
-template <typename T>
-void load_values(const T* from, int size, float* to) {
-  for (int i = 0; i < size; i += 8) {
-    Eight x;
-    widen8(from + i, x);
-    std::memcpy(to + i, &x, sizeof x);
   }
 }
 
@@ -271,7 +230,7 @@ void chunk_of_head(
     if (!by_any[block]) continue;
     const int at = block * kLanes, count = end - at < kLanes ? end - at : kLanes;
     const Ahead ahead(values + size_t(at) * Dv, Dv);
-    load_values(values + size_t(at) * Dv, count * Dv, tile);
+    widen(values + size_t(at) * Dv, count * Dv, tile);
     for (int r = 0, rows; r < n; r += rows) {
       const uint32_t bits = seen[r][block];
       for (rows = 1; rows < kRows && r + rows < n && seen[r + rows][block] == bits;) ++rows;
@@ -302,7 +261,7 @@ void chunks(const VerifyAttention& p, int part, int parts) {
       for (int r = 0; r < p.queries; ++r) {
         const int t = (p.first + r) / group, h = head * group + (p.first + r) % group;
         const size_t row = (size_t(b) * p.heads + h) * p.inputs + t;
-        load_values(static_cast<const T*>(p.q) + row * D, D, q + r * D);
+        widen(static_cast<const T*>(p.q) + row * D, D, q + r * D);
       }
       loaded = pair;
     }

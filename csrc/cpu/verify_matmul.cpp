@@ -8,7 +8,7 @@
 
 #include "kernels.h"
 #include "kernels_isa.h"
-#include "words.h"
+#include "weights.h"
 
 namespace dflash::cpu {
 namespace {
@@ -18,82 +18,7 @@ constexpr int kTileRows = 12;  // whose accumulators fill the registers
 #else
 constexpr int kTileRows = 6;
 #endif
-constexpr int kBlocks = 4;   // of sixteen outputs: a thread's unit of work
-constexpr int kPanel = 128;  // k between two roundings of the accumulator
-
-// ---- weights
-// ---------------------------------------------------------------------------------------
-
-struct F32 {
-  static constexpr int kValues = 1;
-  template <int J>
-  static Vec at(const uint32_t* word) {
-    return load(reinterpret_cast<const float*>(word));
-  }
-};
-
-struct F16 {  // sixteen halves of an even k, then those of the odd one
-  static constexpr int kValues = 2;
-  template <int J>
-  static Vec at(const uint32_t* word) {
-    return halves(reinterpret_cast<const uint16_t*>(word) + J * kLanes);
-  }
-};
-
-struct BF16 {
-  static constexpr int kValues = 2;
-  template <int J>
-  static Vec at(const uint32_t* word) {
-    return J == 0 ? low_bfloats(word) : high_bfloats(word);
-  }
-};
-
-template <int Bits>
-struct Integers {
-  static constexpr int kValues = 32 / Bits;
-  template <int J>
-  static Vec at(const uint32_t* word) {
-    return integers<J * Bits, Bits>(word);
-  }
-};
-
-Vec load_as(Type type, const void* from, size_t at) {
-  return type == Type::f32   ? load(static_cast<const float*>(from) + at)
-         : type == Type::f16 ? halves(static_cast<const uint16_t*>(from) + at)
-                             : bfloats(static_cast<const uint16_t*>(from) + at);
-}
-
-/// Rows of `from` to lanes; `count` rows and `filled` values of `padded` are there.
-template <bool Pairs, typename T>
-void transpose(const T* from, size_t stride, int count, int filled, int padded, T* to) {
-  for (int lane = 0; lane < kLanes; ++lane) {
-    const int there = lane < count ? filled : 0;
-    auto at = [&](int k) -> T& {
-      return to[Pairs ? k / 2 * 2 * kLanes + 2 * lane + k % 2 : k * kLanes + lane];
-    };
-    for (int k = 0; k < there; ++k) at(k) = from[lane * stride + k];
-    for (int k = there; k < padded; ++k) at(k) = 0;
-  }
-}
-
-template <bool Pairs, typename T>
-void pack(const PackWeight& p, int part, int parts) {
-  const int blocks = (p.outputs + kLanes - 1) / kLanes;
-  const size_t all = size_t(p.experts) * blocks;
-  for (size_t i = all * part / parts; i < all * (part + 1) / parts; ++i) {
-    const int first = int(i % blocks) * kLanes;
-    const T* from = static_cast<const T*>(p.from) + (i / blocks * p.outputs + first) * p.inputs;
-    for (int k = 0; k < p.padded; k += kPanel) {
-      const int padded = p.padded - k < kPanel ? p.padded - k : kPanel;
-      const int filled = p.inputs - k < padded ? p.inputs - k : padded;
-      T* to = static_cast<T*>(p.to) + (i * p.padded + k) * kLanes;
-      transpose<Pairs>(from + k, p.inputs, p.outputs - first, filled, padded, to);
-    }
-  }
-}
-
-// ---- rows
-// ------------------------------------------------------------------------------------------
+constexpr int kBlocks = 4;  // of sixteen outputs: a thread's unit of work
 
 /// The rows of a job in tiles of nearly equal height; a tile's x lies as [k][rows].
 template <typename F>
@@ -192,9 +117,6 @@ void finish(const Matmul& p, int expert, int block, int row, float* sums) {
   : p.out_type == Type::f16 ? store_as<Half>(p, at, count, sums)
                             : store_as<BFloat>(p, at, count, sums);
 }
-
-// ---- products
-// --------------------------------------------------------------------------------------
 
 /// What a group's sums are multiplied by.
 struct Scale {
@@ -416,12 +338,6 @@ void run(const Matmul& p, int part, int parts) {
 }  // namespace
 
 namespace DFLASH_ISA {
-
-void pack_weight(const PackWeight& p, int part, int parts) {
-  p.bytes == 4 ? pack<false, uint32_t>(p, part, parts)
-  : p.pairs    ? pack<true, uint16_t>(p, part, parts)
-               : pack<false, uint16_t>(p, part, parts);
-}
 
 void matmul_widen(const Matmul& p, int part, int parts) {
   switch (p.x_type) {

@@ -116,6 +116,11 @@ inline float bfloat(uint32_t bits) {
   std::memcpy(&x, &bits, sizeof x);
   return x;
 }
+inline uint32_t load_word(const uint32_t* p) {  // which may have been written as halves
+  uint32_t x;
+  std::memcpy(&x, p, sizeof x);
+  return x;
+}
 inline Vec bfloats(const uint16_t* p) {
   Vec a;
   for (int i = 0; i < kLanes; ++i) a.x[i] = bfloat(uint32_t(p[i]) << 16);
@@ -130,12 +135,12 @@ inline Vec halves(const uint16_t* p) {
 }
 inline Vec low_bfloats(const uint32_t* p) {
   Vec a;
-  for (int i = 0; i < kLanes; ++i) a.x[i] = bfloat(p[i] << 16);
+  for (int i = 0; i < kLanes; ++i) a.x[i] = bfloat(load_word(p + i) << 16);
   return a;
 }
 inline Vec high_bfloats(const uint32_t* p) {
   Vec a;
-  for (int i = 0; i < kLanes; ++i) a.x[i] = bfloat(p[i] & 0xffff0000);
+  for (int i = 0; i < kLanes; ++i) a.x[i] = bfloat(load_word(p + i) & 0xffff0000);
   return a;
 }
 template <int Shift, int Bits>

@@ -111,6 +111,19 @@ METAL_FUNC Eight<T> load_eight(const W* p, int count) {
   return pack8<T>(x);
 }
 
+template <typename T>
+METAL_FUNC Eight<T> read_eight(const T* p) {
+  return load_eight<T, T, true>(p, 8);
+}
+
+template <typename T>
+METAL_FUNC void store_eight(T* p, const Eight<T>& a) {
+#pragma unroll
+  for (int i = 0; i < int(sizeof a) / 16; ++i) {
+    reinterpret_cast<uint4*>(p)[i] = reinterpret_cast<const uint4*>(&a)[i];
+  }
+}
+
 template <int count>
 METAL_FUNC void load_words(const uint* p, uint* out) {
   if constexpr (count % 4 == 0) {

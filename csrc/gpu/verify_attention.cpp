@@ -6,11 +6,12 @@
 
 #include "cuda.h"
 #include "metal.h"
+#include "tiles.h"
 
 namespace dflash {
 namespace {
 
-constexpr int kChunk = 256, kChunkSimdgroups = 4, kStripes = 16;  // as in the shader
+constexpr int kChunk = 256, kStripes = 16, kMostSimdgroups = 4;  // as in the shader
 
 struct Dims {
   int batch, heads, key_heads, inputs, capacity, key_dim, value_dim, window;
@@ -30,15 +31,23 @@ struct Dims {
   int chunks() const {
     return (capacity + kChunk - 1) / kChunk;
   }
-  /// Tiles of eight columns that a SIMD group works on, as its registers allow. The bits do not
-  /// depend on it.
-  int tiles(mx::Dtype dtype) const {
-    const int columns = group() * inputs;
-    const int most = dtype == mx::float32 ? 1 : value_dim > 128 ? 2 : 4;
-    return std::min(most, columns <= 8 ? 1 : columns <= 16 ? 2 : 4);
+  int columns() const {
+    return group() * inputs;
   }
-  int column_blocks(int tiles) const {
-    return (group() * inputs + 8 * tiles - 1) / (8 * tiles);
+  /// How the columns are shared out, which changes no bits: few of them, and fp32, whose blocks are
+  /// too large for threadgroup memory, go to SIMD groups that read the cache themselves; more go to
+  /// SIMD groups of two tiles that share what they have staged.
+  bool staged(mx::Dtype dtype) const {
+    return dtype != mx::float32 && columns() > 8;
+  }
+  int simdgroups(bool staged) const {
+    const int of_one = staged ? 16 : 8;
+    const int all = (columns() + of_one - 1) / of_one;
+    return std::min(all, tiles_for("attention", kMostSimdgroups, kMostSimdgroups));
+  }
+  int column_blocks(bool staged) const {
+    const int of_block = (staged ? 16 : 8) * simdgroups(staged);
+    return (columns() + of_block - 1) / of_block;
   }
   mx::Shape partial() const {
     return {batch, heads, inputs, chunks(), value_dim};
@@ -54,7 +63,8 @@ mx::array cuda::verify_attention(
     const AttentionParts& parts, const std::vector<mx::array>& operands, mx::Stream stream) {
   const Dims d(parts, operands);
   const auto &q = operands[0], &k = operands[1], &v = operands[2], &lengths = operands[3];
-  const int tiles = d.tiles(q.dtype());
+  const bool staged = d.staged(q.dtype());
+  const int tiles = staged ? 2 : 1, simdgroups = d.simdgroups(staged);
   const std::string block =
       "Block block; block.length = lengths[b]; block.inputs = T_;"
       " block.end = block.length + T_; block.window = window; block.causal = causal;"
@@ -71,11 +81,11 @@ mx::array cuda::verify_attention(
       {"matrix_on_cuda.h", "verify_attention.h"},
       names,
       {"partial", "statistics"},
-      "constexpr int sums = (Dv + 63) / 64 * 4 * tiles * 4 * 32;"
-      "constexpr int weights = DFLASH_CHUNK_SIMDGROUPS * 8 * tiles * DFLASH_WEIGHTS_STRIDE *"
-      " int(sizeof(T)) / 4;"
-      "__shared__ __align__(16) float shared[sums > weights ? sums : weights];"
-      "__shared__ float slices[DFLASH_CHUNK_SIMDGROUPS * 8 * tiles * 2];"
+      "constexpr int of_keys = key_stride(D), of_values = value_stride(Dv);"
+      "constexpr int most = of_keys > of_values ? of_keys : of_values;"
+      "__shared__ __align__(16) T weights[DFLASH_ATTENTION_SIMDGROUPS * 8 * tiles *"
+      " DFLASH_WEIGHTS_STRIDE];"
+      "__shared__ __align__(16) T shared[staged ? 32 * most : 8];"
       "const int Hkv = k_shape[1], T_ = q_shape[2], capacity = k_shape[2];"
       "const int z = blockIdx.z, b = z / Hkv, chunks = (capacity + 255) / 256;" +
           block +
@@ -86,23 +96,27 @@ mx::array cuda::verify_attention(
           " *own_v = v + size_t(z) * capacity * Dv;"
           "const auto addresses = reinterpret_cast<size_t>(q) | reinterpret_cast<size_t>(k) |"
           " reinterpret_cast<size_t>(v);"
-          "auto attend = [&](auto whole) { attend_chunk<T, D, Dv, tiles, decltype(whole)::value>("
+          "auto attend = [&](auto whole) { attend_chunk<T, D, Dv, tiles, staged, "
+          "decltype(whole)::value>("
           "own_q, own_k, own_v, " +
           (parts.has_mask ? "mask" : "static_cast<const bool*>(nullptr)") +
           ", partial + columns * chunks * Dv, statistics + columns * chunks * 2, block,"
-          " __int_as_float(scale_bits), chunks, int(blockIdx.y), int(blockIdx.x) * 8 * tiles,"
-          " int(threadIdx.y), int(threadIdx.x), shared, slices); };"
+          " __int_as_float(scale_bits), chunks, int(blockIdx.y),"
+          " int(blockIdx.x * blockDim.y + threadIdx.y) * 8 * tiles, int(threadIdx.y),"
+          " int(blockDim.y), int(threadIdx.x),"
+          " weights + threadIdx.y * (8 * tiles * DFLASH_WEIGHTS_STRIDE), shared); };"
           "if (addresses % 16 == 0) attend(cuda::std::true_type());"
           " else attend(cuda::std::false_type());",
       given,
       {d.partial(), d.statistics()},
       {mx::float32, mx::float32},
-      {32 * d.column_blocks(tiles), kChunkSimdgroups * d.chunks(), d.batch * d.key_heads},
-      {32, kChunkSimdgroups, 1},
+      {32 * d.column_blocks(staged), simdgroups * d.chunks(), d.batch * d.key_heads},
+      {32, simdgroups, 1},
       {{"T", q.dtype()},
        {"D", d.key_dim},
        {"Dv", d.value_dim},
        {"tiles", tiles},
+       {"staged", staged},
        {"window", d.window},
        {"causal", parts.causal},
        {"has_mask", parts.has_mask},
@@ -146,9 +160,9 @@ void VerifyAttention::run_metal(
   const Dims d(parts_, inputs);
   const auto& q = inputs[0];
   const std::string type = shader_type(q.dtype());
-  const int tiles = d.tiles(q.dtype());
-  const std::string dim = std::to_string(d.value_dim);
-  const std::string dims = std::to_string(d.key_dim) + "_" + dim + "_" + std::to_string(tiles);
+  const bool staged = d.staged(q.dtype());
+  const std::string dim = std::to_string(d.value_dim), key_dim = std::to_string(d.key_dim);
+  const std::string tiles = staged ? "2" : "1", is_staged = staged ? "true" : "false";
   metal::allocate(outputs);
   std::vector<mx::array> parts = {
       mx::array(d.partial(), mx::float32, nullptr, {}),
@@ -159,9 +173,9 @@ void VerifyAttention::run_metal(
     metal::Launch launch(
         stream(),
         "verify_attention",
-        "attend_chunk_" + type + "_" + dims,
-        "attend_chunk_kernel<" + type + ", " + std::to_string(d.key_dim) + ", " + dim + ", " +
-            std::to_string(tiles) + ">",
+        "attend_chunk_" + type + "_" + key_dim + "_" + dim + "_" + tiles + "_" + is_staged,
+        "attend_chunk_kernel<" + type + ", " + key_dim + ", " + dim + ", " + tiles + ", " +
+            is_staged + ">",
         constants);
     for (int i = 0; i < 4; ++i) launch.input(inputs[i], i);
     launch.input(parts_.has_mask ? inputs[4] : q, 4);
@@ -173,7 +187,8 @@ void VerifyAttention::run_metal(
     }
     launch.scalar(parts_.scale, index);
     launch.threadgroups(
-        {d.column_blocks(tiles), d.chunks(), d.batch * d.key_heads}, {32, kChunkSimdgroups, 1});
+        {d.column_blocks(staged), d.chunks(), d.batch * d.key_heads},
+        {32, d.simdgroups(staged), 1});
     launch.temporary(parts[0]);
     launch.temporary(parts[1]);
   }

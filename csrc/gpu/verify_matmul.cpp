@@ -4,6 +4,7 @@
 
 #include "cuda.h"
 #include "metal.h"
+#include "tiles.h"
 
 namespace dflash {
 namespace {
@@ -21,7 +22,7 @@ struct Dims {
         experts(format.gathers ? weight.shape(0) : 1),
         repeat(format.gathers ? int(results / format.outputs) / rows : 1),
         pairs(format.gathers ? int(results / format.outputs) : 1),
-        tiles(outputs >= 8192 ? 2 : 1),
+        tiles(tiles_for("matmul", outputs >= 8192 ? 2 : 1, 2)),
         column_tiles(
             format.gathers || rows <= 8 ? 1
             : rows <= 16                ? 2
@@ -41,15 +42,14 @@ mx::array cuda::verify_matmul(
     const MatmulFormat& format,
     const std::vector<mx::array>& operands,
     const mx::Shape& shape,
-    mx::Dtype dtype,
     mx::Stream stream) {
   const auto& weight = operands[1];
+  const auto dtype = operands[0].dtype();
   size_t results = 1;
   for (int n : shape) results *= n;
   const Dims d(format, operands[0], weight, results);
   std::vector<std::string> names = {"x", "weight"};
-  std::vector<mx::array> given = {
-      mx::astype(mx::reshape(operands[0], {d.rows, d.depth}, stream), dtype, stream), weight};
+  std::vector<mx::array> given = {mx::reshape(operands[0], {d.rows, d.depth}, stream), weight};
   size_t next = 2;
   auto take = [&](bool present, const char* name) {
     if (present) {
@@ -60,7 +60,6 @@ mx::array cuda::verify_matmul(
   take(format.group_size, "scales");
   take(format.group_size, "offsets");
   take(format.biased, "bias");
-  if (format.biased) given.back() = mx::astype(given.back(), dtype, stream);
   take(format.gathers, "indices");
   auto pointer = [](bool present, const char* type, const char* name) {
     return present ? std::string(name) : std::string("static_cast<const ") + type + "*>(nullptr)";

@@ -5,13 +5,12 @@
 
 namespace dflash::cuda {
 
-/// The rows `x [M, K]`, or of pairs with `indices`, times the weight: [M, N], or [pairs, N].
-/// `shape` and `dtype` are those of the result.
+/// `operands`: x in the result's dtype, weight, then those that are there of scales and biases,
+/// bias in the result's dtype, indices. `shape` is the result's.
 mx::array verify_matmul(
     const MatmulFormat& format,
     const std::vector<mx::array>& operands,
     const mx::Shape& shape,
-    mx::Dtype dtype,
     mx::Stream stream);
 
 }  // namespace dflash::cuda

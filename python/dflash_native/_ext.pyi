@@ -62,6 +62,27 @@ def verify_attention(
     sinks: mx.array | None = None,
     stream: _Stream = None,
 ) -> mx.array: ...
+def rms_norm(
+    x: mx.array, weight: mx.array | None, eps: float, stream: _Stream = None
+) -> mx.array: ...
+def rms_norm_gated(
+    x: mx.array, gate: mx.array, weight: mx.array | None, eps: float, stream: _Stream = None
+) -> mx.array: ...
+def add_rms_norm(
+    x: mx.array, residual: mx.array, weight: mx.array | None, eps: float, stream: _Stream = None
+) -> tuple[mx.array, mx.array]: ...
+def swiglu(gate: mx.array, up: mx.array, stream: _Stream = None) -> mx.array: ...
+def sigmoid_gate(x: mx.array, gate: mx.array, stream: _Stream = None) -> mx.array: ...
+def rope(
+    x: mx.array,
+    lengths: mx.array,
+    dims: int,
+    base: float | None = None,
+    freqs: mx.array | None = None,
+    scale: float = 1.0,
+    traditional: bool = False,
+    stream: _Stream = None,
+) -> mx.array: ...
 def pack_matmul(
     weight: mx.array,
     scales: mx.array | None,

@@ -20,8 +20,10 @@ from . import ops, reference
 from ._native import extension
 from .tape import Tape
 
-OPERATIONS: tuple[str, ...] = tuple(name for name in ops.__all__ if name != "Tape")
-"""Every operation of `dflash_native.ops`."""
+OPERATIONS: tuple[str, ...] = tuple(
+    name for name in ops.__all__ if name not in ("PackedWeight", "Tape", "pack_matmul")
+)
+"""Every operation of `dflash_native.ops`; `pack_matmul` is checked by products."""
 
 TOLERANCES = {
     mx.float32: 1e-5,  # sums of 64 products in another order
@@ -30,6 +32,7 @@ TOLERANCES = {
 }
 """The largest difference from the reference, over its largest value, by the dtype of a result."""
 
+_ROWWISE = ("add_rms_norm", "rms_norm", "rms_norm_gated", "rope", "sigmoid_gate", "swiglu")
 _MOVES = ("conv_window", "kv_write")
 _PACKAGES = ("dflash-native", "mlx", "mlx-lm", "numpy", "transformers", "typer", "rich")
 _VARIABLES = ("DFLASH_NATIVE_ISA", "DFLASH_NATIVE_NUM_THREADS")
@@ -114,6 +117,8 @@ def kernels() -> dict[str, str]:
     else:
         found = dict.fromkeys(OPERATIONS, f"CUDA, {shaders} through MLX's fast::cuda_kernel")
         found["kv_write"] = "CUDA, MLX's slice_update"
+    if where != "cpu":
+        found |= dict.fromkeys(_ROWWISE, f"MLX's own kernels ({where})")
     prompts = "" if where == "cpu" else "for prompts and "
     stock = f"{prompts}with exact=False MLX's"
     return found | {
@@ -164,9 +169,10 @@ def build_info() -> dict[str, Any]:
 def self_test() -> Iterator[Check]:
     """Compare every operation with its reference on small random inputs, in three dtypes.
 
-    Runs on the default device. A last check for each dtype, "rollback", asks that a block's outputs
-    and its tape, replayed to every length, are bit for bit those of single steps. Nothing is
-    raised: an operation that fails is a `Check` that did not pass.
+    Runs on the default device. Two more checks for each dtype ask for equal bits: "rollback", that
+    a block's outputs and its tape, replayed to every length, are those of single steps; "width",
+    that the products of seven rows are those of one, from packed weights, too, on the CPU. Nothing
+    is raised: an operation that fails is a `Check` that did not pass.
     """
     for dtype in TOLERANCES:
         sample = _Sample(dtype)
@@ -174,10 +180,12 @@ def self_test() -> Iterator[Check]:
         for operation in OPERATIONS:
             yield _guarded(operation, name, partial(_compare, operation, sample))
         yield _guarded("rollback", name, partial(_rollback, sample))
+        yield _guarded("width", name, partial(_width, sample))
 
 
 class _Sample:
-    """Random inputs of every operation: B 2, T 7, Hk 2, Hv 4, Dk 64, Dv 24, C 40, K 4."""
+    """Random inputs of every operation: B 2, T 7, Hk 2, Hv 4, Dk 64, Dv 24, C 40, K 4; products
+    from 64 to 40, with 3 experts."""
 
     def __init__(self, dtype: mx.Dtype) -> None:
         self._keys = iter(mx.random.split(mx.random.key(7), 32))
@@ -199,6 +207,12 @@ class _Sample:
         self.new = self._normal(2, 3, 7, 32).astype(dtype)
         self.lengths = mx.array([9, 4], dtype=mx.int32)
         self.queries = self._normal(2, 6, 7, 32).astype(dtype)
+        self.scales = self._normal(40).astype(dtype)
+        self.rows = self._normal(7, 64).astype(dtype)
+        self.experts = self._normal(3, 40, 64).astype(dtype)
+        self.affine = mx.quantize(self.experts[0])
+        self.bias = self._normal(40).astype(dtype)
+        self.indices = mx.array([[0, 2], [1, 1], [2, 0], [0, 1], [2, 2], [1, 0], [0, 0]])
 
     def _normal(self, *shape: int) -> mx.array:
         return mx.random.normal(shape, key=next(self._keys))
@@ -213,7 +227,13 @@ def _verify(m: Any, s: _Sample) -> tuple[mx.array, ...]:
     return y, tape.delta, checkpoint
 
 
+def _products(m: Any, s: _Sample) -> tuple[mx.array, ...]:
+    dense = m.verify_matmul(s.rows, s.experts[0], bias=s.bias)
+    return dense, m.verify_matmul(s.rows, *s.affine, bias=s.bias)
+
+
 _CALLS: dict[str, Callable[[Any, _Sample], Sequence[mx.array]]] = {
+    "add_rms_norm": lambda m, s: m.add_rms_norm(s.x, s.x[::-1], s.scales, 1e-6),
     "causal_conv1d_verify": lambda m, s: [m.causal_conv1d_verify(s.x, s.weight, s.window)],
     "conv_window": lambda m, s: [m.conv_window(s.window, s.x, s.keep)],
     "gated_delta_gates": lambda m, s: m.gated_delta_gates(s.a, s.b, s.A_log, s.dt_bias),
@@ -221,9 +241,18 @@ _CALLS: dict[str, Callable[[Any, _Sample], Sequence[mx.array]]] = {
     "gated_delta_step": lambda m, s: m.gated_delta_step(*s.recurrence, s.state),
     "gated_delta_verify": _verify,
     "kv_write": lambda m, s: [m.kv_write(s.cache, s.new, s.lengths)],
+    "rms_norm": lambda m, s: [m.rms_norm(s.x, s.scales, 1e-6)],
+    "rms_norm_gated": lambda m, s: [m.rms_norm_gated(s.x, s.x[::-1], s.scales, 1e-6)],
+    "rope": lambda m, s: [m.rope(s.queries, s.lengths, 24, base=10000.0)],
+    "sigmoid_gate": lambda m, s: [m.sigmoid_gate(s.x, s.x[::-1])],
+    "swiglu": lambda m, s: [m.swiglu(s.x, s.x[::-1])],
     "verify_attention": lambda m, s: [
         m.verify_attention(s.queries, s.cache, s.cache, s.lengths, 32**-0.5)
     ],
+    "verify_gather_matmul": lambda m, s: [
+        m.verify_gather_matmul(s.rows[:, None], s.experts, s.indices)
+    ],
+    "verify_matmul": _products,
 }
 """One call of each operation, for `ops` and `reference` alike."""
 
@@ -250,6 +279,18 @@ def _rollback(sample: _Sample) -> tuple[float, float]:
             q, k, v, g, beta = (x[:, at] for x in sample.recurrence)
             y, state = ops.gated_delta_step(q, k, v, g, beta, state)
             worst = max(worst, _error(block[:, at], y))
+    return worst, 0.0
+
+
+def _width(sample: _Sample) -> tuple[float, float]:
+    """Products of all rows, from packed weights where the CPU runs, against those of one."""
+    worst = 0.0
+    for weight in (sample.experts[0],), sample.affine:
+        alone = [ops.verify_matmul(row[None], *weight) for row in sample.rows]
+        together = [ops.verify_matmul(sample.rows, *weight)]
+        if backend() == "cpu":
+            together.append(ops.verify_matmul(sample.rows, ops.pack_matmul(*weight)))
+        worst = max(worst, *(_error(each, mx.concatenate(alone)) for each in together))
     return worst, 0.0
 
 

@@ -18,14 +18,17 @@ row with NaN on a GPU.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
+from ._arguments import Rows
+from ._arguments import check_arrays as _check_arrays
+from ._arguments import per_row as _rows
+from ._arguments import size as _size
 from ._native import extension
 from .packed import PackedWeight
+from .rowwise import add_rms_norm, rms_norm, rms_norm_gated, rope, sigmoid_gate, swiglu
 from .tape import Tape
 
 if TYPE_CHECKING:
@@ -36,6 +39,7 @@ else:
 __all__ = [
     "PackedWeight",
     "Tape",
+    "add_rms_norm",
     "causal_conv1d_verify",
     "conv_window",
     "gated_delta_gates",
@@ -44,48 +48,24 @@ __all__ = [
     "gated_delta_verify",
     "kv_write",
     "pack_matmul",
+    "rms_norm",
+    "rms_norm_gated",
+    "rope",
+    "sigmoid_gate",
+    "swiglu",
     "verify_attention",
     "verify_gather_matmul",
     "verify_matmul",
 ]
 
-Rows = mx.array | Sequence[int]
-
 HEAD_DIMS = (32, 64, 96, 128, 256)
 """Of keys and values alike, in `verify_attention`."""
-
-
-def _check_arrays(operation: str, **arrays: object) -> None:
-    for name, array in arrays.items():
-        if not isinstance(array, mx.array):
-            kind = type(array).__name__
-            raise TypeError(f"[{operation}] expected {name} to be an mx.array but got {kind}.")
-
-
-def _rows(operation: str, name: str, rows: Rows, batch: int, limit: int | None) -> mx.array:
-    """Host values checked and moved to the device; device values as they are."""
-    if isinstance(rows, mx.array):
-        return rows
-    values = [operator.index(row) for row in rows]
-    if len(values) != batch:
-        raise ValueError(f"[{operation}] expected {batch} values of {name} but got {len(values)}.")
-    for row, value in enumerate(values):
-        if limit is not None and not 0 <= value <= limit:
-            raise ValueError(
-                f"[{operation}] expected {name}[{row}] in 0 .. {limit} but got {value}."
-            )
-    return mx.array(values, dtype=mx.int32)
 
 
 def _check_tape(operation: str, tape: Tape) -> None:
     if not isinstance(tape, Tape):
         raise TypeError(f"[{operation}] expected tape to be a Tape but got {type(tape).__name__}.")
     _check_arrays(operation, **{"tape.g": tape.g, "tape.k": tape.k, "tape.delta": tape.delta})
-
-
-def _size(array: mx.array, axis: int) -> int | None:
-    """Or None where there is no such axis: the operation itself then refuses the shape."""
-    return array.shape[axis] if array.ndim > axis else None
 
 
 def gated_delta_gates(

@@ -7,6 +7,7 @@ arXiv:2412.06464), eq. 10.
 
 from __future__ import annotations
 
+import math
 from typing import cast
 
 import mlx.core as mx
@@ -173,6 +174,63 @@ def verify_attention(
             rows.append((weights[..., None] * values).sum(1))
         batch.append(mx.stack(rows, 1))
     return mx.stack(batch).astype(q.dtype)
+
+
+def rms_norm(x: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+    """`ops.rms_norm`."""
+    dtype = x.dtype if weight is None else mx.result_type(x, weight)
+    y = _f32(x) * mx.rsqrt((_f32(x) * _f32(x)).mean(-1, keepdims=True) + eps)
+    return (y if weight is None else y * _f32(weight)).astype(dtype)
+
+
+def rms_norm_gated(x: mx.array, gate: mx.array, weight: mx.array | None, eps: float) -> mx.array:
+    """`ops.rms_norm_gated`, rounded once."""
+    return swiglu(_f32(gate), rms_norm(_f32(x), weight, eps)).astype(x.dtype)
+
+
+def add_rms_norm(
+    x: mx.array, residual: mx.array, weight: mx.array | None, eps: float
+) -> tuple[mx.array, mx.array]:
+    """`ops.add_rms_norm`."""
+    dtype = mx.result_type(x, residual)
+    dtype = dtype if weight is None else mx.result_type(dtype, weight)
+    total = (_f32(x) + _f32(residual)).astype(dtype)
+    return total, rms_norm(total, weight, eps)
+
+
+def swiglu(gate: mx.array, up: mx.array) -> mx.array:
+    """`ops.swiglu`."""
+    y = _f32(gate) * mx.sigmoid(_f32(gate)) * _f32(up)
+    return y.astype(mx.result_type(gate, up))
+
+
+def sigmoid_gate(x: mx.array, gate: mx.array) -> mx.array:
+    """`ops.sigmoid_gate`."""
+    return (_f32(x) * mx.sigmoid(_f32(gate))).astype(mx.result_type(x, gate))
+
+
+def rope(
+    x: mx.array,
+    lengths: mx.array,
+    dims: int,
+    *,
+    base: float | None = None,
+    freqs: mx.array | None = None,
+    scale: float = 1.0,
+    traditional: bool = False,
+) -> mx.array:
+    """`ops.rope`, pair by pair."""
+    pairs = dims // 2
+    turns = mx.exp(mx.arange(pairs, dtype=mx.float32) * -(math.log(base or 1) / pairs))
+    turns = turns if freqs is None else 1 / freqs
+    at = (lengths[:, None] + mx.arange(x.shape[2])).astype(mx.float32) * scale
+    angle = at[:, None, :, None] * turns  # [B, 1, T, pairs]
+    shape = (*x.shape[:3], pairs, 2) if traditional else (*x.shape[:3], 2, pairs)
+    axis = -1 if traditional else -2
+    a, b = (y.squeeze(axis) for y in mx.split(_f32(x[..., :dims]).reshape(shape), 2, axis))
+    turned = a * mx.cos(angle) - b * mx.sin(angle), b * mx.cos(angle) + a * mx.sin(angle)
+    y = mx.stack(list(turned), axis).reshape(*x.shape[:3], dims)
+    return mx.concatenate([y.astype(x.dtype), x[..., dims:]], axis=-1)
 
 
 def _dense(

@@ -13,9 +13,8 @@ from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models.rope_utils import initialize_rope
 
-from .. import _exact_stub as rowwise
 from .. import ops
-from ..products import Products
+from ..modules import Products, norm, rotate
 from .config import DFlashConfig
 from .context import ContextCache
 from .dflash2 import CandidateSelector, GroupedDynamicConv
@@ -45,14 +44,15 @@ class Attention(Module):
         self, rows: mx.array, rope: Module, position: int, cache: ContextCache, committed: int
     ) -> None:
         """Write the keys and values of `rows [1, T, H]`, from `position` on, after the context."""
-        keys = self.k_norm(self._heads(self.matmul(self.k_proj, rows))).transpose(0, 2, 1, 3)
+        keys = norm(self.k_norm, self._heads(self.matmul(self.k_proj, rows)))
+        keys = rotate(rope, keys.transpose(0, 2, 1, 3), [position])
         values = self._heads(self.matmul(self.v_proj, rows)).transpose(0, 2, 1, 3)
-        cache.write(rope(keys, offset=position), values, committed)
+        cache.write(keys, values, committed)
 
     def __call__(self, x: mx.array, rope: Module, position: int, cache: ContextCache) -> mx.array:
         """`x [1, B, H]` at `position …`, whose keys and values were stored, to `[1, B, H]`."""
-        queries = self._heads(self.matmul(self.q_proj, x))
-        queries = rope(self.q_norm(queries).transpose(0, 2, 1, 3), offset=position)
+        queries = norm(self.q_norm, self._heads(self.matmul(self.q_proj, x)))
+        queries = rotate(rope, queries.transpose(0, 2, 1, 3), [position])
         y = ops.verify_attention(
             queries,
             cache.keys,
@@ -78,7 +78,7 @@ class MLP(Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         gate, up = self.matmul(self.gate_proj, x), self.matmul(self.up_proj, x)
-        return self.matmul(self.down_proj, rowwise.swiglu(gate, up))
+        return self.matmul(self.down_proj, ops.swiglu(gate, up))
 
 
 class Layer(Module):
@@ -110,7 +110,7 @@ class Layer(Module):
         cache: ContextCache,
     ) -> mx.array:
         """The block `x [1, B, H]` at `position …` after `context [1, n, H]`, in no cache yet."""
-        inner = self.input_layernorm(x)
+        inner = norm(self.input_layernorm, x)
         if self.convolves:
             before, after = self.attention_conv.kernels(inner)
             inner = self.attention_conv(inner, before)
@@ -122,7 +122,7 @@ class Layer(Module):
         y = self.self_attn(inner, rope, position, cache)
         x = x + (self.attention_conv(y, after) if self.convolves else y)
 
-        inner = self.post_attention_layernorm(x)
+        inner = norm(self.post_attention_layernorm, x)
         if not self.convolves:
             return x + self.mlp(inner)
         before, after = self.mlp_conv.kernels(inner)
@@ -162,8 +162,7 @@ class DFlashModel(Module):
 
     def context(self, taps: mx.array) -> mx.array:
         """`taps [1, n, len(target_layer_ids) * H]` to the rows `[1, n, H]` shared by all layers."""
-        rows: mx.array = self.hidden_norm(self.products.matmul(self.fc, taps.astype(self.dtype)))
-        return rows
+        return norm(self.hidden_norm, self.products.matmul(self.fc, taps.astype(self.dtype)))
 
 
 class DFlashDrafter:
@@ -304,7 +303,7 @@ class DFlashSession:
             raise ValueError(
                 f"[propose] expected a count from 1 to {self.max_drafts} but got {count}"
             )
-        hidden = self.model.norm(self.hidden(pending, position)[:, 1 : 1 + count])
+        hidden = norm(self.model.norm, self.hidden(pending, position)[:, 1 : 1 + count])
         logits = self.logits(hidden)
         if self.finite is None:
             self.finite = mx.all(mx.isfinite(logits))

@@ -6,7 +6,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
-from ..products import Products
+from ..modules import Products
 from .config import DFlashConfig
 
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from ..cache import AttentionCache, Cache, RecurrentCache
-from ..products import Products
+from ..modules import Products
 from . import llama, qwen3, qwen3_5, qwen3_next
 from .layers import ExactLayers, Layers, StockLayers
 from .support import check_exact, check_supported

@@ -157,8 +157,7 @@ def attend(
     `[B, T, Hq * D]`. `attention` gives `rope` and `scale`.
     """
     queries, keys, values = (x.transpose(0, 2, 1, 3) for x in (queries, keys, values))
-    queries = attention.rope(queries, offset=span.lengths)
-    keys = attention.rope(keys, offset=span.lengths)
+    queries, keys = (span.layers.rope(attention.rope, x, span) for x in (queries, keys))
     cache.write(keys, values, span.lengths, span.end)
     output = span.layers.attention(queries, cache, attention.scale, span, window)
     return output.transpose(0, 2, 1, 3).flatten(-2)

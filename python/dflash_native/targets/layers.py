@@ -14,10 +14,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.qwen3_next import Qwen3NextSparseMoeBlock
 
-from .. import _exact_stub as rowwise
 from .. import ops
 from ..cache import AttentionCache
-from ..products import Products
+from ..modules import Products, norm, rotate
 
 if TYPE_CHECKING:
     from .common import Span
@@ -46,6 +45,9 @@ class Layers(Protocol):
 
     def sigmoid_gate(self, x: mx.array, gate: mx.array) -> mx.array:
         """`x * sigmoid(gate)`."""
+
+    def rope(self, layer: Module, x: mx.array, span: Span) -> mx.array:
+        """A rotary embedding: `x [B, H, T, D]` at the positions of the span."""
 
     def mlp(self, layer: Module, x: mx.array) -> mx.array:
         """A dense MLP or a block of experts."""
@@ -93,6 +95,10 @@ class StockLayers:
     def sigmoid_gate(self, x: mx.array, gate: mx.array) -> mx.array:
         return x * mx.sigmoid(gate)
 
+    def rope(self, layer: Module, x: mx.array, span: Span) -> mx.array:
+        result: mx.array = layer(x, offset=span.lengths)
+        return result
+
     def mlp(self, layer: Module, x: mx.array) -> mx.array:
         result: mx.array = layer(x)
         return result
@@ -128,25 +134,28 @@ class ExactLayers:
         return self.products.matmul(layer, x)
 
     def norm(self, layer: Module, x: mx.array) -> mx.array:
-        return rowwise.rms_norm(x, layer.weight, layer.eps)
+        return norm(layer, x)
 
     def add_norm(self, layer: Module, x: mx.array, y: mx.array) -> tuple[mx.array, mx.array]:
-        return rowwise.add_rms_norm(x, y, layer.weight, layer.eps)
+        return ops.add_rms_norm(x, y, layer.weight, layer.eps)
 
     def unit_norm(self, x: mx.array, epsilon: float) -> mx.array:
-        return rowwise.rms_norm(x, None, epsilon)
+        return ops.rms_norm(x, None, epsilon)
 
     def gated_norm(self, layer: Module, x: mx.array, gate: mx.array) -> mx.array:
-        return rowwise.rms_norm_gated(x, layer.weight, gate, layer.eps)
+        return ops.rms_norm_gated(x, gate, layer.weight, layer.eps)
 
     def sigmoid_gate(self, x: mx.array, gate: mx.array) -> mx.array:
-        return rowwise.sigmoid_gate(x, gate)
+        return ops.sigmoid_gate(x, gate)
+
+    def rope(self, layer: Module, x: mx.array, span: Span) -> mx.array:
+        return rotate(layer, x, span.lengths)
 
     def mlp(self, layer: Module, x: mx.array) -> mx.array:
         if isinstance(layer, Qwen3NextSparseMoeBlock):
             return self._experts(layer, x)
         gate, up = self.linear(layer.gate_proj, x), self.linear(layer.up_proj, x)
-        return self.linear(layer.down_proj, rowwise.swiglu(gate, up))
+        return self.linear(layer.down_proj, ops.swiglu(gate, up))
 
     def attention(
         self,
@@ -170,12 +179,12 @@ class ExactLayers:
         experts, gather = block.switch_mlp, self.products.gather_matmul
         inputs = mx.expand_dims(x, -2)
         gate, up = (gather(e, inputs, chosen) for e in (experts.gate_proj, experts.up_proj))
-        found = gather(experts.down_proj, rowwise.swiglu(gate, up), chosen)
+        found = gather(experts.down_proj, ops.swiglu(gate, up), chosen)
         weighted = found.astype(mx.float32) * weights[..., None]
         mixed = _sum([weighted[..., at, :] for at in range(block.top_k)])
         shared = self.mlp(block.shared_expert, x)
-        shared = rowwise.sigmoid_gate(shared, self.linear(block.shared_expert_gate, x))
-        return mixed.astype(x.dtype) + shared
+        gate = mx.broadcast_to(self.linear(block.shared_expert_gate, x), shared.shape)
+        return mixed.astype(x.dtype) + ops.sigmoid_gate(shared, gate)
 
 
 def _sum(parts: Sequence[mx.array]) -> mx.array:

@@ -1,4 +1,4 @@
-"""Matrix products of the layers of mlx.nn and mlx-lm, through width-independent operations."""
+"""Modules of mlx.nn and mlx-lm, which are read and never called, by this package's operations."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
+from mlx.nn.layers.positional_encoding import RoPE
+from mlx_lm.models.rope_utils import SuScaledRoPE
 
 from . import ops
+from ._arguments import Rows
 
 
 class Products:
-    """Multiplies by the weights of modules, which are read and never changed.
+    """Multiplies by the weights of modules.
 
     On the CPU each weight is packed once, when it is first used, and kept here beside the model:
     share one object among the sessions of a model. On a GPU the weights are used as they are.
@@ -49,3 +52,33 @@ class Products:
             held = sources, ops.pack_matmul(layer.weight, **format_)  # new, or changed since
             self._packed[id(layer)] = held
         return held[1], {}
+
+
+def norm(layer: Module, x: mx.array) -> mx.array:
+    """An RMSNorm."""
+    return ops.rms_norm(x, layer.weight, layer.eps)
+
+
+def rotate(rope: Module, x: mx.array, lengths: Rows) -> mx.array:
+    """A rotary embedding: `x [B, H, T, D]`, row t of batch row b at position `lengths[b] + t`.
+
+    `rope` is RoPE, or of mlx-lm's classes with frequencies of their own Llama3RoPE, YarnRoPE or
+    SuScaledRoPE.
+    """
+    if isinstance(rope, RoPE):
+        return ops.rope(
+            x,
+            lengths,
+            rope.dims,
+            base=rope.base,
+            scale=rope.scale,
+            traditional=rope.traditional,
+        )
+    dims, factor, traditional = (
+        (rope.dim, rope._scale, False)
+        if isinstance(rope, SuScaledRoPE)
+        else (rope.dims, getattr(rope, "mscale", 1.0), rope.traditional)
+    )
+    if factor != 1.0:
+        x = mx.where(mx.arange(x.shape[-1]) < dims, x * factor, x)
+    return ops.rope(x, lengths, dims, freqs=rope._freqs, traditional=traditional)
