@@ -218,17 +218,17 @@ struct Walk {
   /// `count` words of sixteen rows as they are packed.
   const uint32_t* words_of(int block, int word, int count, uint32_t* buffer) const {
     if (p.packed) return packed(block, word);
-    const int first = block * kLanes, rows = p.outputs - first;
-    const size_t row = size_t(job.expert) * p.outputs + first;
-    if constexpr (W::kValues == 2) {
-      const int k = word * 2, padded = count * 2;
-      const int filled = p.inputs - k < padded ? p.inputs - k : padded;
-      const uint16_t* from = static_cast<const uint16_t*>(p.weight) + row * p.inputs + k;
-      constexpr bool pairs = std::is_same_v<W, BF16>;
-      transpose<pairs>(from, p.inputs, rows, filled, padded, reinterpret_cast<uint16_t*>(buffer));
+    const int first = block * kLanes;
+    constexpr bool halves = W::kValues == 2;
+    const size_t row_bytes = halves ? size_t(p.inputs) * 2 : size_t(words) * 4;
+    const size_t at = (size_t(job.expert) * p.outputs + first) * row_bytes + size_t(word) * 4;
+    const char* from = static_cast<const char*>(p.weight) + at;
+    const size_t left = row_bytes - size_t(word) * 4, most = size_t(count) * 4;
+    const int bytes = int(left < most ? left : most), rows = p.outputs - first;
+    if constexpr (std::is_same_v<W, F16>) {
+      transpose(from, row_bytes, rows, bytes, 2 * count, reinterpret_cast<uint16_t*>(buffer));
     } else {
-      const uint32_t* from = static_cast<const uint32_t*>(p.weight) + row * words + word;
-      transpose<false>(from, words, rows, count, count, buffer);
+      transpose(from, row_bytes, rows, bytes, count, buffer);
     }
     return buffer;
   }
@@ -236,13 +236,15 @@ struct Walk {
   Vec group_values(const void* from, int block, int group) const {
     if (p.packed) return load_as(p.scale_type, from, (block_of(block) * groups + group) * kLanes);
     const int first = block * kLanes, rows = p.outputs - first;
+    const int bytes = p.scale_type == Type::f32 ? 4 : 2;
     const size_t at = (size_t(job.expert) * p.outputs + first) * groups + group;
+    const char* row = static_cast<const char*>(from) + at * bytes;
+    const size_t stride = size_t(groups) * bytes;
     uint32_t values[kLanes];
-    if (p.scale_type == Type::f32) {
-      transpose<false>(static_cast<const uint32_t*>(from) + at, groups, rows, 1, 1, values);
+    if (bytes == 4) {
+      transpose(row, stride, rows, bytes, 1, values);
     } else {
-      auto* halves = reinterpret_cast<uint16_t*>(values);
-      transpose<false>(static_cast<const uint16_t*>(from) + at, groups, rows, 1, 1, halves);
+      transpose(row, stride, rows, bytes, 1, reinterpret_cast<uint16_t*>(values));
     }
     return load_as(p.scale_type, values, 0);
   }
