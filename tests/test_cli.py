@@ -47,7 +47,7 @@ def pair():
 def loaded(pair, monkeypatch):
     """The commands get the pair that is loaded already, and the demo's prompts are a line long."""
     for command in (demo_command, generate_command):
-        monkeypatch.setattr(command, "demo_pair", lambda dtype: pair)
+        monkeypatch.setattr(command, "demo_pair", lambda dtype, exact: pair)
     short = [each._replace(text=each.text.partition("\n")[0] + "\n") for each in PROMPTS]
     monkeypatch.setattr(demo_command, "demo_prompts", lambda: short)
 
@@ -188,8 +188,8 @@ def test_a_difference_is_told_with_its_gap(pair):
 @pytest.mark.parametrize(
     ("speedup", "cost", "words"),
     [
-        (0.5, 14.0, "slower because MLX's matrix product on this backend (cpu) takes 14.0 times"),
-        (0.5, 1.5, "slower although MLX's matrix product on this backend (cpu) takes 1.5 times"),
+        (0.5, 14.0, "slower because the matrix product on this backend (cpu) takes 14.0 times"),
+        (0.5, 1.5, "slower although the matrix product on this backend (cpu) takes 1.5 times"),
         (1.5, 14.0, "A round takes as long as 2.00 plain steps and gives 3.00 tokens"),
     ],
     ids=["matmul", "drafting", "faster"],
@@ -198,7 +198,7 @@ def test_a_loss_is_admitted_with_its_reason(speedup, cost, words, monkeypatch):
     monkeypatch.setattr(measure, "matmul_cost", lambda target, rows: cost)
     monkeypatch.setattr(measure, "logit_gap", lambda target, comparison: 0.001)
     summary = {"speedup": speedup, "tokens_per_round": 3.0, "backend": "cpu", "block_size": 16}
-    summary["round_in_plain_steps"] = 3.0 / speedup
+    summary |= {"round_in_plain_steps": 3.0 / speedup, "exact": False}
     same = measure.Comparison("one", [1], decoded([5, 6]), decoded([5, 6]))
     said = " ".join(demo_command._remarks(None, [same], summary))
     assert words in said
@@ -207,6 +207,10 @@ def test_a_loss_is_admitted_with_its_reason(speedup, cost, words, monkeypatch):
     other = measure.Comparison("two", [1], decoded([5, 6]), decoded([5, 7]))
     said = " ".join(demo_command._remarks(None, [same, other], summary))
     assert "two is not identical: token 2 differs" in said and "0.001" in said
+    assert "MLX's own" in said
+    summary["exact"] = True
+    said = " ".join(demo_command._remarks(None, [other], summary))
+    assert "That is an error" in said and "MLX's own" not in said
 
 
 SEGMENTS = [("a", True), ("b", True), ("", False), ("[c]", False), (" d\n", True)]
@@ -311,7 +315,7 @@ def test_ctrl_c_keeps_what_was_generated(pair):
 
 
 def test_ctrl_c_before_the_first_token(monkeypatch):
-    def interrupted(dtype):
+    def interrupted(dtype, exact):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generate_command, "demo_pair", interrupted)

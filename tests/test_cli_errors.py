@@ -28,7 +28,7 @@ def pair():
 def loaded(pair, monkeypatch):
     """The commands get the pair that is loaded already."""
     for command in (demo_command, generate_command):
-        monkeypatch.setattr(command, "demo_pair", lambda dtype: pair)
+        monkeypatch.setattr(command, "demo_pair", lambda dtype, exact: pair)
 
 
 def run(*arguments, stdin=None):
@@ -121,7 +121,7 @@ def test_draft_and_target_in_each_others_place(tmp_path):
 
 
 def test_our_own_faults_keep_their_traceback(monkeypatch):
-    def fault(dtype):
+    def fault(dtype, exact):
         raise TypeError("unsupported operand")
 
     monkeypatch.setattr(generate_command, "demo_pair", fault)

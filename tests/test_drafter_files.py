@@ -131,6 +131,8 @@ def test_a_broken_folder_is_named(harm, error, message, tmp_path):
         ({"rope_theta": None}, "rope_theta at the top or inside rope_parameters but got None"),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "linear, llama3, yarn but got"),
         ({"rope_scaling": {"rope_type": "yarn"} | YARN | {"truncate": False}}, "truncate true"),
+        ({"head_dim": 16}, "head_dim to be one of (32, 64, 96, 128, 256) but got 16"),
+        ({"layer_types": [SLIDING] * 3, "sliding_window": 5}, "hold the block of 6 but got 5"),
         ({"layer_types": [SLIDING] * 3}, "sliding_window to be an integer of at least 2 but"),
         ({"layer_types": [FULL]}, "layer_types to have 3 entries but got 1"),
         ({"layer_types": [FULL, FULL, "linear_attention"]}, "but got 'linear_attention'"),

@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 from mlx.nn.layers.distributed import AllToShardedLinear
 from mlx.utils import tree_flatten, tree_map, tree_map_with_path
+from mlx_lm.models.activations import SwigluOAI
 from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.models.switch_layers import SwitchLinear
+from mlx_lm.tuner.lora import LoRALinear
 
 from dflash_native.cache import Cache
 from dflash_native.targets import FAMILIES, Target
+from dflash_native.targets.layers import ExactLayers, StockLayers
 
 VOCAB = 101
 COMMON = {
@@ -111,9 +114,16 @@ def run(target: Target, tokens: mx.array, cache: Cache, commit: bool = True) -> 
     return target.logits(hidden)
 
 
-def both(model: nn.Module, tokens: mx.array, chunks: list[int]) -> list[tuple[mx.array, mx.array]]:
+EXACT = {"exact": True, "prefill": "exact"}
+STOCK = {"exact": False}
+either_way = pytest.mark.parametrize("how", [EXACT, STOCK], ids=["exact", "stock"])
+
+
+def both(
+    model: nn.Module, tokens: mx.array, chunks: list[int], how: dict[str, object] = EXACT
+) -> list[tuple[mx.array, mx.array]]:
     """Our logits and mlx-lm's for the same chunks over their own caches."""
-    target, theirs = Target(model), make_prompt_cache(model)
+    target, theirs = Target(model, **how), make_prompt_cache(model)
     ours = target.make_cache(tokens.shape[0])
     pairs, at = [], 0
     for count in chunks:
@@ -129,9 +139,10 @@ CHUNKS = [9, 5, 1, 1, 1, 6, 1]
 
 
 @every_family
+@either_way
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_prefill_and_steps_equal_mlx_lm(name: str, batch_size: int) -> None:
-    pairs = both(make_model(name), random_tokens(batch_size, sum(CHUNKS)), CHUNKS)
+def test_prefill_and_steps_equal_mlx_lm(name: str, how: dict, batch_size: int) -> None:
+    pairs = both(make_model(name), random_tokens(batch_size, sum(CHUNKS)), CHUNKS, how)
     for ours, theirs in pairs:
         assert error(ours, theirs) < 1e-5
     # Control: steps that belong to different tokens are told apart.
@@ -139,7 +150,8 @@ def test_prefill_and_steps_equal_mlx_lm(name: str, batch_size: int) -> None:
 
 
 @every_family
-def test_bf16_is_as_near_to_fp32_as_mlx_lm(name: str) -> None:
+@either_way
+def test_bf16_is_as_near_to_fp32_as_mlx_lm(name: str, how: dict) -> None:
     exact, rounded, half = (make_model(name) for _ in range(3))
 
     def cast(path: str, value: mx.array) -> mx.array:
@@ -156,7 +168,7 @@ def test_bf16_is_as_near_to_fp32_as_mlx_lm(name: str) -> None:
     assert Target(half).dtype == mx.bfloat16
     tokens = random_tokens(2, sum(CHUNKS))
     truth = mx.concatenate([theirs for _, theirs in both(rounded, tokens, CHUNKS)], axis=1)
-    pairs = both(half, tokens, CHUNKS)
+    pairs = both(half, tokens, CHUNKS, how)
     ours, theirs = (mx.concatenate(side, axis=1) for side in zip(*pairs, strict=True))
     assert ours.dtype == theirs.dtype == mx.bfloat16
     away = (mx.square(x - truth).mean(axis=-1) for x in (ours, theirs))
@@ -168,10 +180,12 @@ def test_bf16_is_as_near_to_fp32_as_mlx_lm(name: str) -> None:
 
 
 @every_family
-def test_quantised(name: str) -> None:
+@either_way
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantised(name: str, how: dict, bits: int) -> None:
     model = make_model(name)
-    nn.quantize(model, group_size=32, bits=4)
-    pairs = both(model, random_tokens(2, sum(CHUNKS)), CHUNKS)
+    nn.quantize(model, group_size=32, bits=bits)
+    pairs = both(model, random_tokens(2, sum(CHUNKS)), CHUNKS, how)
     for ours, theirs in pairs:
         assert error(ours, theirs) < 1e-5
     # Control: the weights were quantised.
@@ -230,39 +244,35 @@ def snapshot(model: nn.Module) -> dict[str, object]:
     }
 
 
-class Failing(nn.Module):
-    """A layer's MLP that fails while `broken` is set."""
-
+class Wrapper(nn.Module):
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
         self.inner = inner
-        self.broken = [False]
 
     def __call__(self, x: mx.array) -> mx.array:
-        if self.broken[0]:
-            raise RuntimeError("broken on purpose")
         return self.inner(x)
 
 
 @every_family
-def test_the_model_is_left_as_it_was_also_by_a_failure(name: str) -> None:
+@either_way
+def test_the_model_is_left_as_it_was_also_by_a_failure(
+    name: str, how: dict, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = make_model(name)
-    failing = Failing(model.layers[2].mlp)
-    switch = failing.broken
-    model.layers[2].mlp = failing
     before = snapshot(model)
-    target = Target(model)
+    target = Target(model, **how)
     cache = target.make_cache(2)
     tokens = random_tokens(2, 16)
     run(target, tokens[:, :5], cache)
     run(target, tokens[:, 5:9], cache, commit=False)
     cache.commit([2, 2])
     cache.eval()
+    ways = (StockLayers, ExactLayers)
     for commit in (True, False):
-        switch[0] = True
-        with pytest.raises(RuntimeError, match="on purpose"):
+        with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="on purpose"):
+            for way in ways:
+                patch.setattr(way, "mlp", failing_at(model.layers[2].mlp, way.mlp))
             target.forward(tokens[:, 9:12], cache, commit=commit)
-        switch[0] = False
         assert snapshot(model) == before
         assert cache.lengths == [7, 7] and cache.uncommitted is None
     # The cache still covers the committed prefix and nothing else.
@@ -271,20 +281,98 @@ def test_the_model_is_left_as_it_was_also_by_a_failure(name: str) -> None:
     assert error(found, model(prefix)[:, 7:]) < 1e-5
     assert snapshot(model) == before
     # Control: the snapshot sees a wrapped layer, a new parameter value and a patched class.
-    model.layers[2].mlp = failing.inner
+    layer = model.layers[2]
+    inner, layer.mlp = layer.mlp, Wrapper(layer.mlp)
     assert snapshot(model) != before
-    model.layers[2].mlp = failing
+    layer.mlp = inner
     norm = model.layers[0].input_layernorm
     weight, norm.weight = norm.weight, norm.weight + 0
     assert snapshot(model)["parameters"] != before["parameters"]
     norm.weight = weight
-    original = Failing.__call__
-    try:
-        Failing.__call__ = lambda self, x: original(self, x)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(inner), "__call__", Wrapper.__call__)
         assert snapshot(model)["classes"] != before["classes"]
-    finally:
-        Failing.__call__ = original
     assert snapshot(model) == before
+
+
+def failing_at(broken: nn.Module, mlp: Callable) -> Callable:
+    def run_or_fail(self: object, layer: nn.Module, x: mx.array) -> mx.array:
+        if layer is broken:
+            raise RuntimeError("broken on purpose")
+        return mlp(self, layer, x)
+
+    return run_or_fail
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "change", "message"),
+    [
+        (
+            "llama",
+            "model.layers.1.self_attn.v_proj",
+            lambda layer: LoRALinear.from_base(layer, r=2),
+            r"model\.layers\.1\.self_attn\.v_proj \(LoRALinear\) is none of the classes",
+        ),
+        (
+            "llama",
+            "lm_head",
+            lambda layer: layer.to_quantized(64, 6),
+            r"lm_head \(QuantizedLinear\) is quantised as affine, 6 bits in groups of 64",
+        ),
+        (
+            "qwen3",
+            "model.embed_tokens",
+            lambda layer: layer.to_quantized(32, 4, mode="mxfp4"),
+            r"model\.embed_tokens \(QuantizedEmbedding\) is quantised as mxfp4, 4 bits",
+        ),
+        (
+            "qwen3_next",
+            "model.layers.0.mlp.switch_mlp.up_proj",
+            lambda layer: layer.to_quantized(32, 3),
+            r"mlp\.switch_mlp\.up_proj \(QuantizedSwitchLinear\) is quantised as affine, 3 bits",
+        ),
+        (
+            "qwen3_5_moe",
+            "model.layers.0.mlp.switch_mlp.activation",
+            lambda layer: SwigluOAI(),
+            r"mlp\.switch_mlp\.activation \(SwigluOAI\) is none of the classes",
+        ),
+        (
+            "qwen3",
+            "model.norm",
+            lambda layer: Wrapper(layer),
+            r"model\.norm \(Wrapper\) is none of the classes",
+        ),
+    ],
+)
+def test_what_cannot_run_exactly_is_refused_by_path_and_class(
+    name: str, path: str, change: Callable, message: str
+) -> None:
+    model = make_model(name)
+    Target(model)
+    owner, _, last = path.rpartition(".")
+    module = model
+    for part in filter(None, owner.split(".")):
+        module = module[int(part)] if part.isdigit() else getattr(module, part)
+    setattr(module, last, change(getattr(module, last)))
+    with pytest.raises(ValueError, match=f"{message}.*: exact=False runs it by MLX's own"):
+        Target(model)
+    run(Target(model, exact=False), random_tokens(1, 3), Target(model, exact=False).make_cache())
+
+
+def test_heads_without_an_exact_attention_are_refused() -> None:
+    model = make_model("llama", head_dim=40)
+    with pytest.raises(ValueError, match=r"the heads of layer 0 have 40 dimensions and not 32, 64"):
+        Target(model)
+    Target(model, exact=False)
+
+
+def test_settings_that_contradict_each_other_are_refused() -> None:
+    model = make_model("qwen3")
+    with pytest.raises(ValueError, match="expected exact=True with prefill='exact' but got"):
+        Target(model, exact=False, prefill="exact")
+    with pytest.raises(ValueError, match="expected prefill 'fast' or 'exact' but got 'slow'"):
+        Target(model, prefill="slow")
 
 
 def test_what_a_target_says_of_its_model() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import mlx.core as mx
+from mlx.utils import tree_flatten
 
 from . import ops, reference
 from ._native import extension
@@ -95,7 +96,9 @@ def versions() -> dict[str, str]:
 
 
 def kernels() -> dict[str, str]:
-    """For each operation, and for MLX's own two, what runs it on the default device."""
+    """For each operation, and for a model's products and attention, what runs it on the default
+    device.
+    """
     where = backend()
     shaders = f"shader source {extension.shader_hash()}"
     if where == "cpu":
@@ -116,10 +119,29 @@ def kernels() -> dict[str, str]:
         found["kv_write"] = "CUDA, MLX's slice_update"
     if where != "cpu":
         found |= dict.fromkeys(_ROWWISE, f"MLX's own kernels ({where})")
+    prompts = "" if where == "cpu" else "for prompts and "
+    stock = f"{prompts}with exact=False MLX's"
     return found | {
-        "attention": f"MLX's scaled_dot_product_attention ({where})",
-        "matmul": f"MLX's matmul and quantized_matmul ({where})",
+        "attention": f"verify_attention; {stock} scaled_dot_product_attention",
+        "matmul": f"verify_matmul; {stock} matmul and quantized_matmul",
     }
+
+
+def packed_weights() -> tuple[int, int]:
+    """Bytes of the demo pair's weights, and of those that a round packs for the CPU beside them."""
+    from .hub import load_demo
+    from .session import Session
+    from .targets import Target
+
+    flatten = cast(Callable[[Any], list[tuple[str, mx.array]]], tree_flatten)
+    model, _, drafter = load_demo(None)
+    target = Target(model)
+    with Session(target, drafter) as session:
+        session.prefill([1, 2])
+        session.round()
+    trees = (model.parameters(), drafter.model.parameters())
+    weights = sum(array.nbytes for tree in trees for _, array in flatten(tree))
+    return weights, target.packed_nbytes + drafter.packed_nbytes
 
 
 def build_info() -> dict[str, Any]:

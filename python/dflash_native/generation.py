@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from .drafters.protocol import Drafter
 from .session import Round, Session, Stats
 from .stopping import StopRules, TextStream
-from .targets import Target
+from .targets import Prefill, Target
 
 _GREEDY = "decoding is greedy in this version"
 _KV_CACHE = "a quantised KV cache is not supported"
@@ -64,6 +64,9 @@ class GenerationResponse:
     """Of them, those that agreed with the target."""
     stats: Stats | None = None
     """Sums over the session so far."""
+    exact: bool = True
+    """Whether decoding ran by operations whose bits do not depend on the width of a call.
+    Otherwise MLX's own ran, and a draft can flip a token that is a near tie."""
 
 
 def stream_generate(
@@ -74,6 +77,8 @@ def stream_generate(
     drafter: Drafter | None = None,
     *,
     block_size: int | None = None,
+    exact: bool | None = None,
+    prefill: Prefill | None = None,
     stop: str | Sequence[str] = (),
     session: Session | None = None,
     prefill_step_size: int | None = None,
@@ -91,6 +96,8 @@ def stream_generate(
         max_tokens: most tokens to emit; -1 for no limit.
         drafter: proposes blocks; None decodes plainly through the same operations.
         block_size: inputs of a verify (default: the drafter's block).
+        exact, prefill: as for `Target` (default: True and "fast"). A `Target`, or a session's, has
+            its own, and anything else is refused beside it.
         stop: one or more texts that end the generation; they are not shown.
         session: an open session to go on with (a chat's next turn). It stays open, at the last
             token that was delivered; otherwise a session is made and closed.
@@ -128,6 +135,16 @@ def stream_generate(
             )
         if model is not session.target and model is not session.target.model:
             raise ValueError("[generate] expected the model of the session but got another one.")
+    given = session.target if session is not None else model
+    if isinstance(given, Target):
+        _check_settings(given, exact, prefill)
+        target = given
+    else:
+        target = Target(
+            model,
+            exact=True if exact is None else exact,
+            prefill="fast" if prefill is None else prefill,
+        )
     stops = [stop] if isinstance(stop, str) else list(stop)
     if not all(stops):
         raise ValueError("[generate] expected stop texts but got an empty one.")
@@ -135,7 +152,6 @@ def stream_generate(
     ids = _prompt_ids(tokenizer, prompt)
     own = session is None
     if session is None:
-        target = model if isinstance(model, Target) else Target(model)
         session = Session(
             target,
             drafter,
@@ -184,6 +200,7 @@ def _stream(
                     drafted=len(result.drafts),
                     accepted=result.accepted,
                     stats=session.stats,
+                    exact=session.target.exact,
                 )
                 if reason is not None:
                     break
@@ -234,6 +251,14 @@ def _check_others(others: dict[str, Any]) -> None:
         default, reason = REFUSED[name]
         if value is not None and value != default:
             raise ValueError(f"[generate] {name} is not supported: {reason}.")
+
+
+def _check_settings(target: Target, exact: bool | None, prefill: Prefill | None) -> None:
+    if exact not in (None, target.exact) or prefill not in (None, target.prefill):
+        raise ValueError(
+            f"[generate] expected the target's own exact={target.exact} and "
+            f"prefill={target.prefill!r} but got exact={exact} and prefill={prefill!r}."
+        )
 
 
 def _wrapped(tokenizer: Any) -> TokenizerWrapper:

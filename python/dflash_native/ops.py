@@ -58,6 +58,9 @@ __all__ = [
     "verify_matmul",
 ]
 
+HEAD_DIMS = (32, 64, 96, 128, 256)
+"""Of keys and values alike, in `verify_attention`."""
+
 
 def _check_tape(operation: str, tape: Tape) -> None:
     if not isinstance(tape, Tape):
@@ -260,8 +263,7 @@ def verify_attention(
     Args:
         q: [B, Hq, T, D].
         k: [B, Hkv, capacity, D], in q's dtype; Hq a multiple of Hkv.
-        v: [B, Hkv, capacity, Dv], in q's dtype. Dv = D of 32, 64, 96, 128 or 256, or D 192 with
-            Dv 128.
+        v: [B, Hkv, capacity, Dv], in q's dtype. Dv = D of `HEAD_DIMS`, or D 192 with Dv 128.
         lengths: [B], 0 .. capacity - T.
         scale: factor of the scores.
         window: a row sees a key only where row position - key position < window; at least 1.

@@ -33,6 +33,8 @@ class Stats:
     """Emitted, the target's own included, less those that `rewind` took back."""
     drafted: int = 0
     accepted: int = 0
+    rejections: int = 0
+    """Rounds in which the target refused a draft."""
     drafted_at: list[int] = field(default_factory=list)
     """Drafts made at position 1, 2, … of a block."""
     accepted_at: list[int] = field(default_factory=list)
@@ -56,6 +58,7 @@ class Stats:
         self.tokens += accepted + 1
         self.drafted += drafted
         self.accepted += accepted
+        self.rejections += accepted < drafted
         missing = drafted - len(self.drafted_at)
         self.drafted_at.extend([0] * missing)
         self.accepted_at.extend([0] * missing)

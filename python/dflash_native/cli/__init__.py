@@ -1,10 +1,11 @@
-"""The command line `dflash-native`: doctor, demo and generate.
+"""The command line `dflash-native`: doctor, demo, generate and verify.
 
 Only declarations are here: MLX and the models are imported by the command that needs them.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -23,6 +24,13 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and n
 _BlockSize = Annotated[
     int | None,
     typer.Option(help="Inputs of a verify, at most the draft's own block, which is the default."),
+]
+_Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact/--no-exact",
+        help="Decode by operations that give a block the bits of single steps, or by MLX's own.",
+    ),
 ]
 
 
@@ -69,6 +77,7 @@ def demo_command(
     dtype: Annotated[
         DtypeName, typer.Option(help="Of weights and activations; stored: 8-bit and bfloat16.")
     ] = "float32",
+    exact: _Exact = True,
 ) -> None:
     """Show the built-in pair at work, then compare DFlash with plain decoding.
 
@@ -85,6 +94,7 @@ def demo_command(
             max_tokens=max_tokens,
             block_size=block_size,
             dtype=dtype,
+            exact=exact,
         )
 
 
@@ -112,6 +122,7 @@ def generate_command(
             show_default="stored; float32 for the built-in pair",
         ),
     ] = None,
+    exact: _Exact = True,
     json: _Json = False,
 ) -> None:
     """Continue a prompt: the text on standard output, statistics on standard error.
@@ -132,5 +143,50 @@ def generate_command(
             raw=raw,
             stop=stop or [],
             dtype=dtype,
+            exact=exact,
+            as_json=json,
+        )
+
+
+@app.command("verify")
+def verify_command(
+    model: Annotated[
+        str | None,
+        typer.Option(help="The target. Without it, the built-in pair in fp32, bf16, 8 and 4 bit."),
+    ] = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Its DFlash draft. Without it, drafts are made from the plain answer."),
+    ] = None,
+    prompt_file: Annotated[
+        Path | None,
+        typer.Option(
+            help="A text: one prompt, or several, each after a line `=== name (kind)`.",
+            exists=True,
+            dir_okay=False,
+            show_default="the shipped prompts",
+        ),
+    ] = None,
+    prompts: Annotated[int, typer.Option(help="Most prompts to run.")] = 20,
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each.")] = 128,
+    exact: _Exact = True,
+    json: _Json = False,
+) -> None:
+    """Compare plain decoding, speculative decoding and stock mlx-lm, token by token.
+
+    Exits with 1 if drafts changed a token.
+    """
+    from .console import guard
+
+    with guard():
+        from .verify import run
+
+        run(
+            model=model,
+            draft=draft,
+            prompt_file=prompt_file,
+            prompts=prompts,
+            max_tokens=max_tokens,
+            exact=exact,
             as_json=json,
         )

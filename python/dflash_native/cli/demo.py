@@ -68,7 +68,13 @@ class DraftMarks:
 
 
 def run(
-    *, as_json: bool, prompts: int, max_tokens: int, block_size: int | None, dtype: str
+    *,
+    as_json: bool,
+    prompts: int,
+    max_tokens: int,
+    block_size: int | None,
+    dtype: str,
+    exact: bool,
 ) -> None:
     """Run and print the demo; with `as_json`, one object on standard output and nothing else."""
     available = demo_prompts()
@@ -77,7 +83,7 @@ def run(
     if max_tokens < 1:
         raise OptionError(f"expected --max-tokens of at least 1 but got {max_tokens}")
     check_block_size(block_size)
-    target, tokenizer, drafter = demo_pair(dtype)
+    target, tokenizer, drafter = demo_pair(dtype, exact)
     largest = drafter.max_drafts + 1
     width = largest if block_size is None else block_size
     if width > largest:
@@ -88,6 +94,7 @@ def run(
         "backend": backend(),
         **measure.summarise(comparisons),
         "dtype": dtype,
+        "exact": exact,
         "block_size": width,
         "max_tokens": max_tokens,
     }
@@ -204,7 +211,7 @@ def _remarks(
     )
     for comparison in comparisons:
         if comparison.difference is not None:
-            yield _difference(target, comparison)
+            yield _difference(target, comparison, summary["exact"])
     ratio, per_round = summary["speedup"], summary["tokens_per_round"]
     steps = summary["round_in_plain_steps"]
     yield (
@@ -215,7 +222,7 @@ def _remarks(
         rows = summary["block_size"]
         cost = measure.matmul_cost(target, rows)
         product = (
-            f"MLX's matrix product on this backend ({summary['backend']}) takes {cost:.1f} times "
+            f"the matrix product on this backend ({summary['backend']}) takes {cost:.1f} times "
             f"as long for {rows} rows as for one (measured just now on the LM head)"
         )
         yield (
@@ -227,12 +234,18 @@ def _remarks(
         )
 
 
-def _difference(target: Target, comparison: measure.Comparison) -> str:
+def _difference(target: Target, comparison: measure.Comparison, exact: bool) -> str:
     gap = measure.logit_gap(target, comparison)
     where = f"{comparison.name} is not identical: token {(comparison.difference or 0) + 1} differs"
     if gap is None:
         return f"{where} because one of the two ends there."
+    reason = (
+        "That is an error: with --exact nothing may depend on the width of a block."
+        if exact
+        else "Matrix products and attention are MLX's own, and may round one row and a block "
+        "differently."
+    )
     return (
-        f"{where}, where plain decoding's logit is ahead of the other token's by {gap:.2g}. Matrix "
-        "products and attention are MLX's own, and may round one row and a block differently."
+        f"{where}, where plain decoding's logit is ahead of the other token's by {gap:.2g}. "
+        f"{reason}"
     )

@@ -20,6 +20,8 @@ def run(*, as_json: bool) -> None:
             checks = list(doctor.self_test())
         passed = all(check.passed for check in checks)
         tests = [asdict(check) | {"passed": check.passed} for check in checks]
+        weights, packed = doctor.packed_weights()
+        info |= {"demo_weights_bytes": weights, "demo_packed_bytes": packed}
         print(json.dumps(info | {"checks": tests, "passed": passed}, indent=2))
     else:
         _print_info(info)
@@ -42,6 +44,16 @@ def _print_info(info: dict[str, Any]) -> None:
         },
     )
     _section("Kernels", info["kernels"])
+    weights, packed = doctor.packed_weights()
+    _section(
+        "Memory",
+        {
+            "weights packed for the CPU": "at most the model's size; for the demo pair "
+            f"{packed / 1e6:.1f} MB beside {weights / 1e6:.1f} MB"
+            if packed
+            else "none on this backend",
+        },
+    )
 
 
 def _section(title: str, rows: dict[str, str]) -> None:

@@ -29,6 +29,7 @@ def run(
     raw: bool,
     stop: Sequence[str],
     dtype: str | None,
+    exact: bool,
     as_json: bool,
 ) -> None:
     """Generate and print; see `dflash-native generate --help`."""
@@ -38,9 +39,9 @@ def run(
     if not prompt:
         raise OptionError("expected a prompt but got an empty one")
     target, tokenizer, drafter = (
-        demo_pair(dtype or "float32")
+        demo_pair(dtype or "float32", exact)
         if model is None
-        else named_pair(model, draft, dtype or "stored")
+        else named_pair(model, draft, dtype or "stored", exact)
     )
     with _progress() as (bar, report):
         stream = cast(
@@ -108,6 +109,7 @@ class _Result:
             "accepted": last.stats.accepted,
             "acceptance": last.stats.acceptance,
             "peak_memory_gb": last.peak_memory,
+            "exact": last.exact,
         }
 
     def print_statistics(self, model: str | None, *, plain: bool) -> None:

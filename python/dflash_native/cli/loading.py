@@ -21,7 +21,7 @@ _DTYPES = {
 }
 
 
-def demo_pair(dtype: str) -> tuple[Target, Any, DFlashDrafter]:
+def demo_pair(dtype: str, exact: bool = True) -> tuple[Target, Any, DFlashDrafter]:
     """The pair that ships in the package: target, tokenizer, drafter."""
     with err().status("loading the demo pair"):
         _quiet()
@@ -29,11 +29,11 @@ def demo_pair(dtype: str) -> tuple[Target, Any, DFlashDrafter]:
         from ..targets import Target
 
         model, tokenizer, drafter = hub.load_demo(_DTYPES[dtype])
-        return Target(model), tokenizer, drafter
+        return Target(model, exact=exact), tokenizer, drafter
 
 
 def named_pair(
-    model: str, draft: str | None, dtype: str
+    model: str, draft: str | None, dtype: str, exact: bool = True
 ) -> tuple[Target, Any, DFlashDrafter | None]:
     """A target and, if one is named, its draft. Raises what `hub` and `Target` raise."""
     wanted = _DTYPES[dtype]
@@ -50,7 +50,7 @@ def named_pair(
             drafter = hub.load_drafter(draft, mx.float32 if dtype == "float16" else wanted)
         status.update(f"loading {model}")
         weights, tokenizer = hub.load(model, wanted)
-        target = Target(weights)
+        target = Target(weights, exact=exact)
         hub.check_tokenizer(target, tokenizer)
         if drafter is not None:
             drafter.begin(target)

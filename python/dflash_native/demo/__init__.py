@@ -30,6 +30,10 @@ class Prompt(NamedTuple):
 
 def prompts() -> list[Prompt]:
     """The shipped prompts, always in the same order."""
-    text = (Path(__file__).parent / "prompts.txt").read_text(encoding="utf-8")
+    return parse_prompts((Path(__file__).parent / "prompts.txt").read_text(encoding="utf-8"))
+
+
+def parse_prompts(text: str) -> list[Prompt]:
+    """The prompts of a text, each after a line `=== name (kind)`; none where there is no such."""
     _, *fields = _PROMPT.split(text)
     return [Prompt(*fields[i : i + 3]) for i in range(0, len(fields), 3)]

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..ops import HEAD_DIMS
+
 _ARCHITECTURES = {"DFlashDraftModel": False, "DFlash2DraftModel": True}
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -88,8 +90,8 @@ class DFlashConfig:
         if values["num_attention_heads"] % values["num_key_value_heads"]:
             heads = f"{values['num_attention_heads']} and {values['num_key_value_heads']}"
             raise _error("num_attention_heads to be a multiple of num_key_value_heads", heads)
-        if values["head_dim"] % 2:
-            raise _error("head_dim to be even for rope", values["head_dim"])
+        if values["head_dim"] not in HEAD_DIMS:
+            raise _error(f"head_dim to be one of {HEAD_DIMS}", values["head_dim"])
         keys.refuse("attention_bias", False)
         keys.refuse("hidden_act", "silu")
         layer_types = _layer_types(raw, layers)
@@ -137,6 +139,10 @@ class DFlashConfig:
         return cls.from_dict(raw)
 
     def _check(self) -> None:
+        if self.sliding_window is not None and self.sliding_window < self.block_size:
+            raise _error(
+                f"sliding_window to hold the block of {self.block_size}", self.sliding_window
+            )
         if self.mask_token_id >= self.vocab_size:
             raise _error(
                 f"mask_token_id to be a row of the {self.vocab_size} embeddings", self.mask_token_id

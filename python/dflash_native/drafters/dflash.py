@@ -8,27 +8,28 @@ from __future__ import annotations
 from pathlib import Path
 
 import mlx.core as mx
-from mlx.nn.layers.activations import silu
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 from mlx.nn.layers.normalization import RMSNorm
 from mlx_lm.models.rope_utils import initialize_rope
 
+from .. import ops
+from ..modules import Products, norm, rotate
 from .config import DFlashConfig
-from .context import ContextCache, sliding_mask
+from .context import ContextCache
 from .dflash2 import CandidateSelector, GroupedDynamicConv
 from .protocol import TargetLike
 from .weights import check_dtype, load_weights
-
-Mask = mx.array | str | None
 
 
 class Attention(Module):
     """Queries from the block; keys and values from context and block by the same projections."""
 
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: DFlashConfig, layer: int, products: Products) -> None:
         super().__init__()
         hidden, self.head_dim = config.hidden_size, config.head_dim
+        self.window, self.causal = config.window(layer), config.causal(layer)
+        self.matmul = products.matmul
         self.q_proj = Linear(hidden, config.num_attention_heads * self.head_dim, bias=False)
         self.k_proj = Linear(hidden, config.num_key_value_heads * self.head_dim, bias=False)
         self.v_proj = Linear(hidden, config.num_key_value_heads * self.head_dim, bias=False)
@@ -43,48 +44,55 @@ class Attention(Module):
         self, rows: mx.array, rope: Module, position: int, cache: ContextCache, committed: int
     ) -> None:
         """Write the keys and values of `rows [1, T, H]`, from `position` on, after the context."""
-        keys = self.k_norm(self._heads(self.k_proj(rows))).transpose(0, 2, 1, 3)
-        values = self._heads(self.v_proj(rows)).transpose(0, 2, 1, 3)
-        cache.write(rope(keys, offset=position), values, committed)
+        keys = norm(self.k_norm, self._heads(self.matmul(self.k_proj, rows)))
+        keys = rotate(rope, keys.transpose(0, 2, 1, 3), [position])
+        values = self._heads(self.matmul(self.v_proj, rows)).transpose(0, 2, 1, 3)
+        cache.write(keys, values, committed)
 
-    def __call__(
-        self, x: mx.array, rope: Module, position: int, cache: ContextCache, mask: Mask
-    ) -> mx.array:
+    def __call__(self, x: mx.array, rope: Module, position: int, cache: ContextCache) -> mx.array:
         """`x [1, B, H]` at `position …`, whose keys and values were stored, to `[1, B, H]`."""
-        queries = self.q_norm(self._heads(self.q_proj(x))).transpose(0, 2, 1, 3)
-        queries = rope(queries, offset=position)
-        keys, values = cache.read(x.shape[1])
-        scale = self.head_dim**-0.5
-        y = mx.fast.scaled_dot_product_attention(queries, keys, values, scale=scale, mask=mask)
-        return self.o_proj(y.transpose(0, 2, 1, 3).reshape(*x.shape[:2], -1))
+        queries = norm(self.q_norm, self._heads(self.matmul(self.q_proj, x)))
+        queries = rotate(rope, queries.transpose(0, 2, 1, 3), [position])
+        y = ops.verify_attention(
+            queries,
+            cache.keys,
+            cache.values,
+            [cache.rows],
+            self.head_dim**-0.5,
+            window=self.window,
+            causal=self.causal,
+        )
+        return self.matmul(self.o_proj, y.transpose(0, 2, 1, 3).flatten(-2))
 
 
 class MLP(Module):
     """SwiGLU."""
 
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: DFlashConfig, products: Products) -> None:
         super().__init__()
+        self.matmul = products.matmul
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_proj = Linear(hidden, inner, bias=False)
         self.up_proj = Linear(hidden, inner, bias=False)
         self.down_proj = Linear(inner, hidden, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = self.matmul(self.gate_proj, x), self.matmul(self.up_proj, x)
+        return self.matmul(self.down_proj, ops.swiglu(gate, up))
 
 
 class Layer(Module):
     """A pre-norm layer. The context reaches its attention as it is: no norm and no convolution."""
 
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: DFlashConfig, index: int, products: Products) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
-        self.mlp = MLP(config)
+        self.self_attn = Attention(config, index, products)
+        self.mlp = MLP(config, products)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         if config.is_dflash2:
-            self.attention_conv = GroupedDynamicConv(config)
-            self.mlp_conv = GroupedDynamicConv(config)
+            self.attention_conv = GroupedDynamicConv(config, products)
+            self.mlp_conv = GroupedDynamicConv(config, products)
         self.convolves = config.is_dflash2
 
     def append(self, context: mx.array, rope: Module, position: int, cache: ContextCache) -> None:
@@ -100,10 +108,9 @@ class Layer(Module):
         rope: Module,
         position: int,
         cache: ContextCache,
-        mask: Mask,
     ) -> mx.array:
         """The block `x [1, B, H]` at `position …` after `context [1, n, H]`, in no cache yet."""
-        inner = self.input_layernorm(x)
+        inner = norm(self.input_layernorm, x)
         if self.convolves:
             before, after = self.attention_conv.kernels(inner)
             inner = self.attention_conv(inner, before)
@@ -112,10 +119,10 @@ class Layer(Module):
             context = _reachable(context, cache)
             rows, new = mx.concatenate([context, inner], axis=1), context.shape[1]
         self.self_attn.store(rows, rope, position - new, cache, new)
-        y = self.self_attn(inner, rope, position, cache, mask)
+        y = self.self_attn(inner, rope, position, cache)
         x = x + (self.attention_conv(y, after) if self.convolves else y)
 
-        inner = self.post_attention_layernorm(x)
+        inner = norm(self.post_attention_layernorm, x)
         if not self.convolves:
             return x + self.mlp(inner)
         before, after = self.mlp_conv.kernels(inner)
@@ -132,13 +139,15 @@ class DFlashModel(Module):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
-        hidden = config.hidden_size
+        hidden, self.products = config.hidden_size, Products()
         self.fc = Linear(len(config.target_layer_ids) * hidden, hidden, bias=False)
         self.hidden_norm = RMSNorm(hidden, eps=config.rms_norm_eps)
-        self.layers = [Layer(config) for _ in range(config.num_hidden_layers)]
+        self.layers = [
+            Layer(config, index, self.products) for index in range(config.num_hidden_layers)
+        ]
         self.norm = RMSNorm(hidden, eps=config.rms_norm_eps)
         if config.is_dflash2:
-            self.candidate_selector = CandidateSelector(config)
+            self.candidate_selector = CandidateSelector(config, self.products)
         self.rope = initialize_rope(
             config.head_dim,
             config.rope_theta,
@@ -153,8 +162,7 @@ class DFlashModel(Module):
 
     def context(self, taps: mx.array) -> mx.array:
         """`taps [1, n, len(target_layer_ids) * H]` to the rows `[1, n, H]` shared by all layers."""
-        rows: mx.array = self.hidden_norm(self.fc(taps.astype(self.dtype)))
-        return rows
+        return norm(self.hidden_norm, self.products.matmul(self.fc, taps.astype(self.dtype)))
 
 
 class DFlashDrafter:
@@ -166,6 +174,11 @@ class DFlashDrafter:
         self.tap_layers = config.target_layer_ids
         self.context_rows = config.context_rows
         self.max_drafts = config.block_size - 1
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of the weights that were packed so far for the CPU, beside the model's own."""
+        return self.model.products.nbytes
 
     @classmethod
     def load(cls, path: str | Path, dtype: mx.Dtype | None = None) -> DFlashDrafter:
@@ -217,7 +230,6 @@ class DFlashSession:
         ]
         self._waiting: mx.array | None = None
         self._mask_tokens = mx.full((1, self.max_drafts), config.mask_token_id, dtype=mx.int32)
-        self._sliding_mask: mx.array | None = None
 
     def extend(self, taps: mx.array, position: int) -> None:
         """Append the committed positions `position … position + n - 1` (see `DraftSession.extend`).
@@ -264,10 +276,8 @@ class DFlashSession:
         if self.config.input_embedding_scale != 1.0:
             x = x * self.config.input_embedding_scale
         context, self._waiting = self._waiting, None
-        new = 0 if context is None else context.shape[1]
-        for index, layer in enumerate(self.model.layers):
-            mask = self._mask(index, self._caches[index].rows + new)
-            x = layer(x, context, self.model.rope, position, self._caches[index], mask)
+        for layer, cache in zip(self.model.layers, self._caches, strict=True):
+            x = layer(x, context, self.model.rope, position, cache)
         return x
 
     def logits(self, hidden: mx.array) -> mx.array:
@@ -293,7 +303,7 @@ class DFlashSession:
             raise ValueError(
                 f"[propose] expected a count from 1 to {self.max_drafts} but got {count}"
             )
-        hidden = self.model.norm(self.hidden(pending, position)[:, 1 : 1 + count])
+        hidden = norm(self.model.norm, self.hidden(pending, position)[:, 1 : 1 + count])
         logits = self.logits(hidden)
         if self.finite is None:
             self.finite = mx.all(mx.isfinite(logits))
@@ -305,14 +315,3 @@ class DFlashSession:
         """Every array of this session's state, for `mx.eval`."""
         arrays = [array for cache in self._caches for array in cache.arrays()]
         return arrays if self._waiting is None else [*arrays, self._waiting]
-
-    def _mask(self, layer: int, rows: int) -> Mask:
-        """The mask of a block after `rows` of context; an array past the window only."""
-        window, causal = self.config.window(layer), self.config.causal(layer)
-        block = self.config.block_size
-        if window is None or rows + block <= window:
-            return "causal" if causal else None
-        visible = min(rows, window - 1)
-        if self._sliding_mask is None or self._sliding_mask.shape[1] != visible + block:
-            self._sliding_mask = sliding_mask(visible, block, window, causal)
-        return self._sliding_mask

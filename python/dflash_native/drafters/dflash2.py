@@ -6,6 +6,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
+from ..modules import Products
 from .config import DFlashConfig
 
 
@@ -17,8 +18,9 @@ class GroupedDynamicConv(Module):
     input's `delta`.
     """
 
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: DFlashConfig, products: Products) -> None:
         super().__init__()
+        self.matmul = products.matmul
         self.taps, self.group = config.conv_kernel_size, config.conv_group_size
         groups = config.hidden_size // self.group
         self.base_kernel = mx.zeros((2, self.taps, config.hidden_size))
@@ -28,7 +30,7 @@ class GroupedDynamicConv(Module):
         """A sublayer's normed input `x [1, B, H]` to both kernels `[2, 1, B, K, H/G, G]` fp32."""
         batch, block, hidden = x.shape
         groups = hidden // self.group
-        delta = self.kernel_projection(x).astype(mx.float32)
+        delta = self.matmul(self.kernel_projection, x).astype(mx.float32)
         delta = delta.reshape(batch, block, 2, self.taps, groups, 1)
         base = self.base_kernel.astype(mx.float32)
         base = base.reshape(2, self.taps, groups, self.group)
@@ -49,8 +51,9 @@ class GroupedDynamicConv(Module):
 class CandidateSelector(Module):
     """Chooses a path through every slot's best candidates by the scores of slots and steps."""
 
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: DFlashConfig, products: Products) -> None:
         super().__init__()
+        self.matmul = products.matmul
         self.top_k = config.selector_top_k
         codebook = (config.vocab_size, config.selector_rank)
         self.predecessor_codebook = mx.zeros(codebook)
@@ -67,7 +70,7 @@ class CandidateSelector(Module):
         logits = logits[0].astype(mx.float32)
         candidates = top_candidates(logits, self.top_k)
         unary = mx.take_along_axis(logits, candidates, axis=-1)
-        step = self.hidden_projection(hidden)[0].astype(mx.float32)
+        step = self.matmul(self.hidden_projection, hidden)[0].astype(mx.float32)
         successors = self.successor_codebook[candidates].astype(mx.float32) * step[:, None]
         # The best candidate of a slot for each one of the slot before: the walk only looks up.
         before = mx.concatenate(

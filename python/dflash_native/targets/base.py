@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
 from ..cache import AttentionCache, Cache, RecurrentCache
+from ..modules import Products
 from . import llama, qwen3, qwen3_5, qwen3_next
+from .layers import ExactLayers, Layers, StockLayers
+from .support import check_exact, check_supported
 
 
 class Family(Protocol):
@@ -31,6 +34,7 @@ class Family(Protocol):
         tokens: mx.array,
         cache: Cache,
         *,
+        layers: Layers,
         commit: bool,
         tap_layers: Sequence[int] = (),
     ) -> tuple[mx.array, mx.array | None]:
@@ -46,34 +50,60 @@ FAMILIES: dict[str, Family] = {
 }
 """The module that runs each model_type."""
 
-SHARDED_LAYERS = {
-    "AllToShardedLinear",
-    "ShardedToAllLinear",
-    "QuantizedAllToShardedLinear",
-    "QuantizedShardedToAllLinear",
-    "FullyShardedModule",
-}
-"""Classes of mlx.nn whose results need other processes."""
+Prefill = Literal["fast", "exact"]
+"""By which operations a prompt is read."""
 
 
 class Target:
     """A model loaded by mlx-lm, as the drafters and the session see it: read, never changed.
 
+    Args:
+        model: of a family in `FAMILIES`.
+        exact: decode by operations whose bits do not depend on the width of a call, so that a block
+            verify gives what single steps give, bit for bit. Otherwise by MLX's own, which are
+            another's up to rounding, so that a near tie can flip a token.
+        prefill: "exact" reads prompts by the operations of decoding, and then the caches depend on
+            the tokens alone, not on the chunks or rounds that fed them. "fast" reads them by MLX's
+            own operations on a GPU; on the CPU, where those are several times slower, it is the
+            same as "exact".
+
+    On the CPU an exact target packs each weight at its first use and keeps that beside the model:
+    sessions, and calls of `generate`, share it by sharing the target.
+
     Raises ValueError if the model is of no known family, is a DFlash draft, is split over several
-    processes, or has a rotary embedding whose values depend on the width of the call.
+    processes, or has a rotary embedding whose values depend on the width of the call; with `exact`
+    also if it holds a layer that has no such operations, naming it.
     """
 
-    def __init__(self, model: Module) -> None:
+    def __init__(self, model: Module, *, exact: bool = True, prefill: Prefill = "fast") -> None:
+        if prefill not in ("fast", "exact"):
+            raise ValueError(f"[Target] expected prefill 'fast' or 'exact' but got {prefill!r}")
+        if prefill == "exact" and not exact:
+            raise ValueError(
+                "[Target] expected exact=True with prefill='exact' but got exact=False"
+            )
         self._family = _family_of(model)
         self.model = model
         self._text: Module = self._family.text_model(model)
-        _check_supported(model, self._text)
+        check_supported(model, self._text)
         self.model_type: str = model.model_type
         self.hidden_size: int = self._text.args.hidden_size
         self.vocab_size: int = self._text.args.vocab_size
         self.num_layers: int = len(self._text.model.layers)
         self.dtype: mx.Dtype = self.embed(mx.zeros((1, 1), mx.int32)).dtype
         """Of the activations."""
+        if exact:
+            check_exact(model, self._family.make_layer_caches(model, 1, self.dtype))
+        self.exact = exact
+        self.prefill = prefill
+        self._products = Products()
+        self._stock = StockLayers()
+        self._decoding: Layers = ExactLayers(self._products) if exact else self._stock
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes of the weights that were packed so far for the CPU, beside the model's own."""
+        return self._products.nbytes
 
     def make_cache(self, batch_size: int = 1) -> Cache:
         """An empty cache for `batch_size` rows."""
@@ -108,15 +138,17 @@ class Target:
                     f"[forward] expected tap layers from 0 to {self.num_layers - 1} "
                     f"but got {list(tap_layers)}"
                 )
-        return self._family.forward(self.model, tokens, cache, commit=commit, tap_layers=tap_layers)
+        stock = commit and self.prefill == "fast" and mx.default_device() != mx.cpu
+        layers = self._stock if stock else self._decoding
+        return self._family.forward(
+            self.model, tokens, cache, layers=layers, commit=commit, tap_layers=tap_layers
+        )
 
     def logits(self, hidden: mx.array) -> mx.array:
         """The LM head, or the tied embedding: `[B, T, H]` to `[B, T, V]`."""
         text = self._text
         tied = text.args.tie_word_embeddings
-        head = text.model.embed_tokens.as_linear if tied else text.lm_head
-        logits: mx.array = head(hidden)
-        return logits
+        return self._decoding.head(text.model.embed_tokens if tied else text.lm_head, hidden)
 
     def embed(self, tokens: mx.array) -> mx.array:
         """Input embeddings with the target's own scale: `[B, T]` to `[B, T, H]`."""
@@ -153,29 +185,3 @@ def _is_draft(model: object) -> bool:
     if any(cls.__name__.startswith("DFlash") for cls in type(model).__mro__):
         return True
     return hasattr(model, "fc") and hasattr(model, "hidden_norm")
-
-
-def _check_supported(model: Module, text: Module) -> None:
-    if getattr(text.model, "pipeline_size", 1) > 1:
-        raise ValueError(
-            "[Target] expected the whole model in one process but it is one stage of a pipeline "
-            f"of {text.model.pipeline_size}"
-        )
-    for path, module in model.named_modules():
-        kind = type(module).__name__
-        if kind in SHARDED_LAYERS or getattr(module, "sharding_group", None) is not None:
-            raise ValueError(
-                "[Target] expected the whole model in one process "
-                f"but {path or 'the model'} ({kind}) is sharded"
-            )
-        if kind == "DynamicNTKScalingRoPE":
-            raise ValueError(
-                f"[Target] expected a rotary embedding that depends on positions alone but {path} "
-                "is DynamicNTKScalingRoPE, whose base depends on the width of the call"
-            )
-    if any(getattr(layer, "use_sliding", False) for layer in text.model.layers):
-        window = text.model.sliding_window
-        if not window:
-            raise ValueError(
-                f"[Target] expected a sliding_window for the sliding layers but got {window}"
-            )

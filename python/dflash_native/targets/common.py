@@ -1,6 +1,6 @@
 """What the families share: the call's span, attention, GatedDeltaNet and the loop over the layers.
 
-Modules of the model are called and their attributes read; nothing of the model is set.
+Modules of the model are read, and called where `Layers` says so; nothing of the model is set.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from mlx.nn.layers.base import Module
 
 from .. import ops
 from ..cache import AttentionCache, Cache, RecurrentCache
+from .layers import Layers
 
 MASK_LIMIT = 2**31
 """MLX indexes a mask's elements with 32 bits."""
 
 
 class Span:
-    """The T inputs of one call: where they stand in each row, and what becomes of the caches."""
+    """The T inputs of one call: where they stand, how to run them, what becomes of the caches."""
 
-    def __init__(self, tokens: mx.array, cache: Cache, commit: bool) -> None:
+    def __init__(self, tokens: mx.array, cache: Cache, commit: bool, layers: Layers) -> None:
         if tokens.ndim != 2 or tokens.shape[1] == 0 or not mx.issubdtype(tokens.dtype, mx.integer):
             raise ValueError(
                 "[forward] expected integer tokens [B, T] with T >= 1 "
@@ -38,6 +39,7 @@ class Span:
             cache.flush()
         self.batch_size, self.inputs = tokens.shape
         self.commit = commit
+        self.layers = layers
         self.end = max(cache.lengths) + self.inputs
         """KV rows that some batch row may see."""
         self.uniform = min(cache.lengths) + self.inputs == self.end
@@ -84,13 +86,18 @@ class Span:
         self._updates.append(update)
 
     def finish(self) -> None:
-        """Take the call into the cache."""
-        for update in self._updates:
-            update()
-        if self.commit:
-            self._cache.lengths = [length + self.inputs for length in self._cache.lengths]
-        else:
-            self._cache.uncommitted = self.inputs
+        """Take the call into the cache: all of it, or nothing where Ctrl-C falls into it."""
+        take_back = self._cache.snapshot()
+        try:
+            for update in self._updates:
+                update()
+            if self.commit:
+                self._cache.lengths = [length + self.inputs for length in self._cache.lengths]
+            else:
+                self._cache.uncommitted = self.inputs
+        except BaseException:
+            take_back()
+            raise
 
 
 Mixer: TypeAlias = Callable[[Module, mx.array, Any, Span], mx.array]
@@ -103,6 +110,7 @@ def run(
     cache: Cache,
     mixer: Mixer,
     *,
+    layers: Layers,
     commit: bool,
     tap_layers: Sequence[int],
 ) -> tuple[mx.array, mx.array | None]:
@@ -112,18 +120,21 @@ def run(
     residual stream after each of `tap_layers`, `[B, T, len(tap_layers) * H]` in their order, or
     None without any.
     """
-    span = Span(tokens, cache, commit)
+    span = Span(tokens, cache, commit, layers)
+    next_norms = [*(layer.input_layernorm for layer in model.layers), model.norm]
     hidden = model.embed_tokens(tokens)
+    normed = layers.norm(next_norms[0], hidden)
     taps: dict[int, mx.array] = {}
     for index, (layer, layer_cache) in enumerate(zip(model.layers, cache.layers, strict=True)):
-        hidden = hidden + mixer(layer, layer.input_layernorm(hidden), layer_cache, span)
-        hidden = hidden + layer.mlp(layer.post_attention_layernorm(hidden))
+        mixed = mixer(layer, normed, layer_cache, span)
+        hidden, normed = layers.add_norm(layer.post_attention_layernorm, hidden, mixed)
+        mixed = layers.mlp(layer.mlp, normed)
+        hidden, normed = layers.add_norm(next_norms[index + 1], hidden, mixed)
         if index in tap_layers:
             taps[index] = hidden
-    hidden = model.norm(hidden)
     tapped = mx.concatenate([taps[index] for index in tap_layers], -1) if tap_layers else None
     span.finish()
-    return hidden, tapped
+    return normed, tapped
 
 
 def split_heads(x: mx.array, heads: int) -> mx.array:
@@ -146,17 +157,9 @@ def attend(
     `[B, T, Hq * D]`. `attention` gives `rope` and `scale`.
     """
     queries, keys, values = (x.transpose(0, 2, 1, 3) for x in (queries, keys, values))
-    queries = attention.rope(queries, offset=span.lengths)
-    keys = attention.rope(keys, offset=span.lengths)
+    queries, keys = (span.layers.rope(attention.rope, x, span) for x in (queries, keys))
     cache.write(keys, values, span.lengths, span.end)
-    start, mask = span.visible(window)
-    output = mx.fast.scaled_dot_product_attention(
-        queries,
-        cache.keys[:, :, start : span.end],
-        cache.values[:, :, start : span.end],
-        scale=attention.scale,
-        mask=mask,
-    )
+    output = span.layers.attention(queries, cache, attention.scale, span, window)
     return output.transpose(0, 2, 1, 3).flatten(-2)
 
 
@@ -179,7 +182,7 @@ def gated_delta(
     qk, v = mx.split(convolved, [2 * net.key_dim], axis=-1)
     scale = net.head_k_dim**-0.5
     epsilon = 1e-6 * scale**2  # rms_norm adds it to the mean of squares
-    qk = mx.fast.rms_norm(split_heads(qk, 2 * net.num_k_heads), None, epsilon)
+    qk = span.layers.unit_norm(split_heads(qk, 2 * net.num_k_heads), epsilon)
     q, k = mx.split(qk, 2, axis=2)
     q, k = q * scale**2, k * scale  # new arrays: the tape holds k
     v = split_heads(v, net.num_v_heads)

@@ -9,6 +9,7 @@ from mlx.nn.layers.base import Module
 
 from ..cache import AttentionCache, Cache
 from . import common
+from .layers import Layers
 
 
 def text_model(model: Module) -> Module:
@@ -28,6 +29,7 @@ def forward(
     tokens: mx.array,
     cache: Cache,
     *,
+    layers: Layers,
     commit: bool,
     tap_layers: Sequence[int] = (),
 ) -> tuple[mx.array, mx.array | None]:
@@ -35,13 +37,14 @@ def forward(
     sliding_window = model.model.sliding_window
 
     def mix(layer: Module, x: mx.array, cache: AttentionCache, span: common.Span) -> mx.array:
-        attention = layer.self_attn
-        queries = common.split_heads(attention.q_proj(x), attention.n_heads)
-        keys = common.split_heads(attention.k_proj(x), attention.n_kv_heads)
-        values = common.split_heads(attention.v_proj(x), attention.n_kv_heads)
+        attention, linear = layer.self_attn, span.layers.linear
+        queries = common.split_heads(linear(attention.q_proj, x), attention.n_heads)
+        keys = common.split_heads(linear(attention.k_proj, x), attention.n_kv_heads)
+        values = common.split_heads(linear(attention.v_proj, x), attention.n_kv_heads)
         window = sliding_window if layer.use_sliding else None
         output = common.attend(attention, queries, keys, values, cache, span, window)
-        projected: mx.array = attention.o_proj(output)
-        return projected
+        return linear(attention.o_proj, output)
 
-    return common.run(model.model, tokens, cache, mix, commit=commit, tap_layers=tap_layers)
+    return common.run(
+        model.model, tokens, cache, mix, layers=layers, commit=commit, tap_layers=tap_layers
+    )

@@ -9,6 +9,7 @@ from mlx.nn.layers.base import Module
 
 from ..cache import AttentionCache, Cache
 from . import common
+from .layers import Layers
 
 
 def text_model(model: Module) -> Module:
@@ -27,19 +28,21 @@ def forward(
     tokens: mx.array,
     cache: Cache,
     *,
+    layers: Layers,
     commit: bool,
     tap_layers: Sequence[int] = (),
 ) -> tuple[mx.array, mx.array | None]:
     """Hidden states after the final norm and taps; see `Target.forward`."""
-    return common.run(model.model, tokens, cache, _mix, commit=commit, tap_layers=tap_layers)
+    return common.run(
+        model.model, tokens, cache, _mix, layers=layers, commit=commit, tap_layers=tap_layers
+    )
 
 
 def _mix(layer: Module, x: mx.array, cache: AttentionCache, span: common.Span) -> mx.array:
-    attention = layer.self_attn
-    queries = common.split_heads(attention.q_proj(x), attention.n_heads)
-    keys = common.split_heads(attention.k_proj(x), attention.n_kv_heads)
-    values = common.split_heads(attention.v_proj(x), attention.n_kv_heads)
-    queries, keys = attention.q_norm(queries), attention.k_norm(keys)
+    attention, linear, norm = layer.self_attn, span.layers.linear, span.layers.norm
+    queries = common.split_heads(linear(attention.q_proj, x), attention.n_heads)
+    keys = common.split_heads(linear(attention.k_proj, x), attention.n_kv_heads)
+    values = common.split_heads(linear(attention.v_proj, x), attention.n_kv_heads)
+    queries, keys = norm(attention.q_norm, queries), norm(attention.k_norm, keys)
     output = common.attend(attention, queries, keys, values, cache, span)
-    projected: mx.array = attention.o_proj(output)
-    return projected
+    return linear(attention.o_proj, output)

@@ -9,6 +9,7 @@ from mlx.nn.layers.base import Module
 
 from ..cache import AttentionCache, Cache, RecurrentCache
 from . import common
+from .layers import Layers
 from .qwen3_next import gated_attention, layer_cache
 
 
@@ -30,12 +31,15 @@ def forward(
     tokens: mx.array,
     cache: Cache,
     *,
+    layers: Layers,
     commit: bool,
     tap_layers: Sequence[int] = (),
 ) -> tuple[mx.array, mx.array | None]:
     """Hidden states after the final norm and taps; see `Target.forward`."""
     stack = model.language_model.model
-    return common.run(stack, tokens, cache, _mix, commit=commit, tap_layers=tap_layers)
+    return common.run(
+        stack, tokens, cache, _mix, layers=layers, commit=commit, tap_layers=tap_layers
+    )
 
 
 def _mix(
@@ -49,8 +53,9 @@ def _mix(
 def _gated_delta_net(
     net: Module, x: mx.array, cache: RecurrentCache, span: common.Span
 ) -> mx.array:
-    qkv, a, b = net.in_proj_qkv(x), net.in_proj_a(x), net.in_proj_b(x)
+    linear = span.layers.linear
+    qkv, a, b = linear(net.in_proj_qkv, x), linear(net.in_proj_a, x), linear(net.in_proj_b, x)
     y = common.gated_delta(net, qkv, a, b, cache, span)
-    z = common.split_heads(net.in_proj_z(x), net.num_v_heads)
-    projected: mx.array = net.out_proj(net.norm(y, z).flatten(-2))
-    return projected
+    z = common.split_heads(linear(net.in_proj_z, x), net.num_v_heads)
+    y = span.layers.gated_norm(net.norm, y, z)
+    return linear(net.out_proj, y.flatten(-2))

@@ -9,6 +9,7 @@ from mlx.nn.layers.base import Module
 
 from ..cache import AttentionCache, Cache, RecurrentCache
 from . import common
+from .layers import Layers
 
 
 def text_model(model: Module) -> Module:
@@ -36,11 +37,14 @@ def forward(
     tokens: mx.array,
     cache: Cache,
     *,
+    layers: Layers,
     commit: bool,
     tap_layers: Sequence[int] = (),
 ) -> tuple[mx.array, mx.array | None]:
     """Hidden states after the final norm and taps; see `Target.forward`."""
-    return common.run(model.model, tokens, cache, _mix, commit=commit, tap_layers=tap_layers)
+    return common.run(
+        model.model, tokens, cache, _mix, layers=layers, commit=commit, tap_layers=tap_layers
+    )
 
 
 def _mix(
@@ -55,30 +59,34 @@ def gated_attention(
     attention: Module, x: mx.array, cache: AttentionCache, span: common.Span
 ) -> mx.array:
     """Attention whose query projection also gives a sigmoid gate for the output, head by head."""
-    queries_and_gate = common.split_heads(attention.q_proj(x), attention.num_attention_heads)
+    linear, norm = span.layers.linear, span.layers.norm
+    queries_and_gate = common.split_heads(
+        linear(attention.q_proj, x), attention.num_attention_heads
+    )
     queries, gate = mx.split(queries_and_gate, 2, axis=-1)
-    keys = common.split_heads(attention.k_proj(x), attention.num_key_value_heads)
-    values = common.split_heads(attention.v_proj(x), attention.num_key_value_heads)
-    queries, keys = attention.q_norm(queries), attention.k_norm(keys)
+    keys = common.split_heads(linear(attention.k_proj, x), attention.num_key_value_heads)
+    values = common.split_heads(linear(attention.v_proj, x), attention.num_key_value_heads)
+    queries, keys = norm(attention.q_norm, queries), norm(attention.k_norm, keys)
     output = common.attend(attention, queries, keys, values, cache, span)
-    projected: mx.array = attention.o_proj(output * mx.sigmoid(gate.flatten(-2)))
-    return projected
+    output = span.layers.sigmoid_gate(output, gate.flatten(-2))
+    return linear(attention.o_proj, output)
 
 
 def _gated_delta_net(
     net: Module, x: mx.array, cache: RecurrentCache, span: common.Span
 ) -> mx.array:
+    linear = span.layers.linear
     key_heads, key_dim = net.num_k_heads, net.head_k_dim
     group = net.num_v_heads // key_heads
     value_dim = group * net.head_v_dim
     # Both projections are ordered by key head: (q, k, v, z) and (b, a) of its group of value heads.
     q, k, v, z = mx.split(
-        common.split_heads(net.in_proj_qkvz(x), key_heads),
+        common.split_heads(linear(net.in_proj_qkvz, x), key_heads),
         [key_dim, 2 * key_dim, 2 * key_dim + value_dim],
         axis=-1,
     )
-    b, a = mx.split(common.split_heads(net.in_proj_ba(x), key_heads), 2, axis=-1)
+    b, a = mx.split(common.split_heads(linear(net.in_proj_ba, x), key_heads), 2, axis=-1)
     qkv = mx.concatenate([q.flatten(-2), k.flatten(-2), v.flatten(-2)], axis=-1)
     y = common.gated_delta(net, qkv, a.flatten(-2), b.flatten(-2), cache, span)
-    projected: mx.array = net.out_proj(net.norm(y, z.reshape(y.shape)).flatten(-2))
-    return projected
+    y = span.layers.gated_norm(net.norm, y, z.reshape(y.shape))
+    return linear(net.out_proj, y.flatten(-2))
