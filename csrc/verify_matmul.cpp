@@ -367,10 +367,9 @@ void PackWeight::run_cpu(const std::vector<mx::array>& inputs, std::vector<mx::a
       .to = outputs[0].data<void>(),
       .experts = from.ndim() == 3 ? from.shape(0) : 1,
       .outputs = from.shape(-2),
-      .inputs = from.shape(-1),
-      .padded = pairs_ ? to.shape(-3) * 2 : to.shape(-2),
-      .bytes = int(from.itemsize()),
-      .pairs = pairs_};
+      .row_bytes = int(from.itemsize()) * from.shape(-1),
+      .units = pairs_ ? to.shape(-3) : to.shape(-2),
+      .unit_bytes = int(from.itemsize()) * (pairs_ ? 2 : 1)};
   cpu::dispatch(stream(), outputs, [args, work = from.size(), run = cpu::kernels().pack_weight] {
     cpu::share(work, [&](int part, int parts) { run(args, part, parts); });
   });

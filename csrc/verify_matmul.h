@@ -82,7 +82,7 @@ class PackWeight : public KernelPrimitive {
   void run_metal(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override;
 
  private:
-  bool pairs_;
+  bool pairs_;  ///< two values of a row share a word
 };
 
 }  // namespace dflash

@@ -22,6 +22,10 @@ METAL_FUNC float exp_rn(float x) {
   return metal::precise::exp(x);
 }
 
+METAL_FUNC float exp2_rn(float x) {
+  return metal::precise::exp2(x);
+}
+
 METAL_FUNC float log_rn(float x) {
   return metal::precise::log(x);
 }

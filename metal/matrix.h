@@ -51,6 +51,12 @@ METAL_FUNC Eight<T> load_eight(const device W* p, int count) {
   return a;
 }
 
+/// The same, of memory that nobody reads again soon.
+template <typename T, typename W, bool whole>
+METAL_FUNC Eight<T> stream_eight(const device W* p, int count) {
+  return load_eight<T, W, whole>(p, count);
+}
+
 /// Eight neighbours of threadgroup memory, aligned to 16 bytes.
 template <typename T>
 METAL_FUNC Eight<T> read_eight(const threadgroup T* p) {

@@ -14,8 +14,7 @@
 
 #define DFLASH_CHUNK 256
 #define DFLASH_STRIPES 16
-#define DFLASH_ATTENTION_SIMDGROUPS 4  // most of a threadgroup
-#define DFLASH_WEIGHTS_STRIDE 40       // 32 keys, and 8 so that columns start in other banks
+#define DFLASH_WEIGHTS_STRIDE 40  // 32 keys, and 8 so that columns start in other banks
 #define DFLASH_UNROLL _Pragma("unroll")
 
 /// The part of a call that concerns one batch row and key head.
@@ -84,10 +83,12 @@ METAL_FUNC uint union_of_rows(uint x) {
   return x;
 }
 
-/// e^(m - base), 0 for m = -inf, where base stands for the largest m.
+/// 2^(m - base), 0 for m = -inf; base is finite. Scores count in powers of two.
 METAL_FUNC float weight_of(float m, float base) {
-  return m == minus_infinity() ? 0.0f : exp_rn(add_rn(m, -base));
+  return exp2_rn(add_rn(m, -base));
 }
+
+#define DFLASH_LOG2_E 1.44269504f
 
 /// Of 32 staged keys or values of D elements: rows apart so that lanes read from different banks.
 constexpr int key_stride(int D) {
@@ -98,30 +99,30 @@ constexpr int value_stride(int Dv) {
   return Dv + (Dv % 64 == 0 ? 16 : 48);
 }
 
-/// 32 rows of a cache from `first` on, those before `end`, to threadgroup memory.
-template <typename T, int D, bool whole>
-METAL_FUNC void stage(
-    const device T* rows,
-    int first,
-    int end,
-    int stride,
-    int thread_,
-    int threads,
-    threadgroup T* to) {
+/// This thread's part of 32 rows of a cache from `first` on, those before `end`.
+template <typename T, int D, int threads, bool whole>
+METAL_FUNC void fetch(const device T* rows, int first, int end, int thread_, thread Eight<T>* to) {
   DFLASH_UNROLL
-  for (int i = thread_; i < 32 * D / 8; i += threads) {
-    const int row = i / (D / 8), d = i % (D / 8) * 8;
-    const bool there = first + row < end;
-    store_eight<T>(
-        to + row * stride + d,
-        load_eight<T, T, whole>(rows + size_t(first + row) * D + d, there ? 8 : 0));
+  for (int i = 0; i < 4 * D / threads; ++i) {
+    const int at = i * threads + thread_;
+    const int row = first + at / (D / 8), d = at % (D / 8) * 8;
+    to[i] = load_eight<T, T, whole>(rows + size_t(row) * D + d, row < end ? 8 : 0);
+  }
+}
+
+template <typename T, int D, int threads>
+METAL_FUNC void put(thread const Eight<T>* rows, int stride, int thread_, threadgroup T* to) {
+  DFLASH_UNROLL
+  for (int i = 0; i < 4 * D / threads; ++i) {
+    const int at = i * threads + thread_;
+    store_eight<T>(to + at / (D / 8) * stride + at % (D / 8) * 8, rows[i]);
   }
 }
 
 /// A SIMD group's 8 tiles columns of one chunk. `staged`: the threadgroup's SIMD groups have
 /// columns of their own and read keys and values from threadgroup memory, which they fill together;
 /// otherwise each reads them from the cache. The arithmetic is the same.
-template <typename T, int D, int Dv, int tiles, bool staged, bool whole>
+template <typename T, int D, int Dv, int tiles, int simdgroups, bool staged, bool whole>
 METAL_FUNC void attend_chunk(
     const device T* q,         // [columns, D]
     const device T* k,         // [capacity, D]
@@ -135,7 +136,6 @@ METAL_FUNC void attend_chunk(
     int chunk,
     int first_column,
     int simdgroup,
-    int simdgroups,
     int lane,
     threadgroup T* weights,   // [8 tiles, DFLASH_WEIGHTS_STRIDE], of this SIMD group
     threadgroup T* shared) {  // 32 rows of key_stride(D), or of value_stride(Dv)
@@ -147,7 +147,11 @@ METAL_FUNC void attend_chunk(
     return;
   }
   const int row = matrix_row(lane), quad = matrix_quad(lane);
-  const int own_thread = simdgroup * 32 + lane, threads = simdgroups * 32;
+  const float scale2 = mul_rn(scale, DFLASH_LOG2_E);
+  const int own_thread = simdgroup * 32 + lane;
+  constexpr int threads = simdgroups * 32;
+  // On the way from the cache to threadgroup memory, a step ahead of where they are needed.
+  Eight<T> keys_ahead[staged ? 4 * D / threads : 1], values_ahead[staged ? 4 * Dv / threads : 1];
 
   float largest[tiles][2], total[tiles][2];
   Sums sums[value_blocks * 4][tiles];
@@ -164,10 +168,12 @@ METAL_FUNC void attend_chunk(
     }
   }
 
-  for (int key0 = start; key0 < start + DFLASH_CHUNK; key0 += 32) {
-    if (key0 >= block.end || key0 + 32 <= first) {
-      continue;
-    }
+  const int from = first > start ? first / 32 * 32 : start;
+  const int stop = block.end < start + DFLASH_CHUNK ? block.end : start + DFLASH_CHUNK;
+  if (staged) {
+    fetch<T, D, threads, whole>(k, from, block.end, own_thread, keys_ahead);
+  }
+  for (int key0 = from; key0 < stop; key0 += 32) {
     Eight<T> values[value_blocks][8];  // of keys key0 + quad + 4 i, elements 64 b + 8 row ...
     if (early) {
       DFLASH_UNROLL
@@ -182,8 +188,9 @@ METAL_FUNC void attend_chunk(
     }
     if (staged) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      stage<T, D, whole>(k, key0, block.end, key_stride(D), own_thread, threads, shared);
+      put<T, D, threads>(keys_ahead, key_stride(D), own_thread, shared);
       threadgroup_barrier(mem_flags::mem_threadgroup);
+      fetch<T, Dv, threads, whole>(v, key0, block.end, own_thread, values_ahead);
     }
     Sums scores[2][tiles];
     DFLASH_UNROLL
@@ -214,7 +221,10 @@ METAL_FUNC void attend_chunk(
     }
     if (staged) {
       threadgroup_barrier(mem_flags::mem_threadgroup);
-      stage<T, Dv, whole>(v, key0, block.end, value_stride(Dv), own_thread, threads, shared);
+      put<T, Dv, threads>(values_ahead, value_stride(Dv), own_thread, shared);
+      if (key0 + 32 < stop) {
+        fetch<T, D, threads, whole>(k, key0 + 32, block.end, own_thread, keys_ahead);
+      }
     }
 
     const bool seen_by_all =
@@ -239,7 +249,7 @@ METAL_FUNC void attend_chunk(
         float best = minus_infinity();
         DFLASH_UNROLL
         for (int i = 0; i < 4; ++i) {
-          const float x = mul_rn(scores[i / 2][c].x[2 * (i % 2) + e], scale);
+          const float x = mul_rn(scores[i / 2][c].x[2 * (i % 2) + e], scale2);
           score[i] = ((seen[c][e] >> (8 * i + row)) & 1u) != 0 ? x : minus_infinity();
           best = max_rn(best, score[i]);
         }
@@ -360,7 +370,7 @@ METAL_FUNC void attend_chunk(
   }
 }
 
-/// One row of one head: `column` counts columns of all batch rows and key heads.
+/// 32 values of one row of one head: `column` counts columns of all batch rows and key heads.
 template <typename T, int Dv>
 METAL_FUNC void combine_chunks(
     const device float* partial,     // [columns, chunks, Dv]
@@ -373,20 +383,20 @@ METAL_FUNC void combine_chunks(
     int head,
     int chunks,
     int column,
+    int first_value,
     int stripe,
     int lane,
-    threadgroup float* shared) {  // [stripes, Dv + 1]
-  constexpr int values = Dv / 32;
-  const int t = column % block.inputs;
-  const int position = block.length + t;
+    threadgroup float* shared) {  // [stripes, 33]
+  const int position = block.length + column % block.inputs;
   const int first_key = block.window > 0 ? position - block.window + 1 : 0;
   const int first = (first_key > 0 ? first_key : 0) / DFLASH_CHUNK;
   const int last_key = block.causal && !block.has_mask ? position : block.end - 1;
   const int stop = in_range ? last_key / DFLASH_CHUNK + 1 : 0;
   const device float* own_statistics = statistics + size_t(column) * chunks * 2;
-  const device float* own_partial = partial + size_t(column) * chunks * Dv + lane;
+  const device float* own_partial = partial + size_t(column) * chunks * Dv + first_value + lane;
 
-  float largest = has_sinks ? sinks[head] : minus_infinity();
+  const float sink = has_sinks ? mul_rn(sinks[head], DFLASH_LOG2_E) : minus_infinity();
+  float largest = sink;
   for (int c = first + lane; c < stop; c += 32) {
     largest = max_rn(largest, own_statistics[2 * c]);
   }
@@ -394,42 +404,29 @@ METAL_FUNC void combine_chunks(
     largest = max_rn(largest, simd_shuffle_xor(largest, ushort(bit)));
   }
   const float base = largest == minus_infinity() ? 0.0f : largest;
-  float total = 0.0f;
-  float sums[values];
-  DFLASH_UNROLL
-  for (int j = 0; j < values; ++j) {
-    sums[j] = 0.0f;
-  }
+  float total = 0.0f, sum = 0.0f;
   const int behind = (first - stripe + DFLASH_STRIPES - 1) / DFLASH_STRIPES;
   _Pragma("unroll 8") for (int c = stripe + (first > stripe ? behind : 0) * DFLASH_STRIPES;
                            c < stop;
                            c += DFLASH_STRIPES) {
     const float weight = weight_of(own_statistics[2 * c], base);
     total = fma_rn(own_statistics[2 * c + 1], weight, total);
-    DFLASH_UNROLL
-    for (int j = 0; j < values; ++j) {
-      sums[j] = fma_rn(own_partial[size_t(c) * Dv + 32 * j], weight, sums[j]);
-    }
+    sum = fma_rn(own_partial[size_t(c) * Dv], weight, sum);
   }
-  DFLASH_UNROLL
-  for (int j = 0; j < values; ++j) {
-    shared[stripe * (Dv + 1) + lane + 32 * j] = sums[j];
-  }
+  shared[stripe * 33 + lane] = sum;
   if (lane == 0) {
-    shared[stripe * (Dv + 1) + Dv] = total;
+    shared[stripe * 33 + 32] = total;
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
-  for (int d = stripe * 32 + lane; d < Dv; d += 32 * DFLASH_STRIPES) {
-    float sum = shared[d];
-    float weight = shared[Dv];
+  if (stripe == 0) {
     for (int s = 1; s < DFLASH_STRIPES; ++s) {
-      sum = add_rn(sum, shared[s * (Dv + 1) + d]);
-      weight = add_rn(weight, shared[s * (Dv + 1) + Dv]);
+      sum = add_rn(sum, shared[s * 33 + lane]);
+      total = s == 1 ? add_rn(shared[32], shared[33 + 32]) : add_rn(total, shared[s * 33 + 32]);
     }
     if (has_sinks) {
-      weight = add_rn(weight, weight_of(sinks[head], base));
+      total = add_rn(total, weight_of(sink, base));
     }
-    const float value = weight == 0.0f ? 0.0f : sum / weight;
-    out[size_t(column) * Dv + d] = T(in_range ? value : poison());
+    const float value = total == 0.0f ? 0.0f : sum / total;
+    out[size_t(column) * Dv + first_value + lane] = T(in_range ? value : poison());
   }
 }

@@ -24,7 +24,7 @@ attention_block(const device int* lengths, int b, int inputs, int group, int win
 
 // threadgroups (blocks of columns, chunks, B * Hkv), threads (32, SIMD groups): each SIMD group has
 // 8 tiles columns
-template <typename T, int D, int Dv, int tiles, bool staged>
+template <typename T, int D, int Dv, int tiles, int simdgroups, bool staged>
 [[kernel]] void attend_chunk_kernel(
     const device T* q [[buffer(0)]],          // [B, Hq, T, D]
     const device T* k [[buffer(1)]],          // [B, Hkv, capacity, D]
@@ -41,18 +41,17 @@ template <typename T, int D, int Dv, int tiles, bool staged>
     constant int& window [[buffer(12)]],
     constant float& scale [[buffer(13)]],
     uint3 at [[threadgroup_position_in_grid]],
-    uint simdgroups [[simdgroups_per_threadgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   constexpr int of_keys = key_stride(D), of_values = value_stride(Dv);
-  threadgroup T weights[DFLASH_ATTENTION_SIMDGROUPS * 8 * tiles * DFLASH_WEIGHTS_STRIDE];
+  threadgroup T weights[simdgroups * 8 * tiles * DFLASH_WEIGHTS_STRIDE];
   threadgroup T shared[staged ? 32 * (of_keys > of_values ? of_keys : of_values) : 1];
   const Block block = attention_block(lengths, int(at.z) / key_heads, inputs, group, window);
   if (block.length < 0 || block.end > capacity) {
     return;
   }
   const size_t columns = size_t(at.z) * block.columns;
-  attend_chunk<T, D, Dv, tiles, staged, false>(
+  attend_chunk<T, D, Dv, tiles, simdgroups, staged, false>(
       q + columns * D,
       k + size_t(at.z) * capacity * D,
       v + size_t(at.z) * capacity * Dv,
@@ -65,13 +64,12 @@ template <typename T, int D, int Dv, int tiles, bool staged>
       int(at.y),
       int(at.x * simdgroups + simdgroup) * 8 * tiles,
       int(simdgroup),
-      int(simdgroups),
       int(lane),
       weights + simdgroup * (8 * tiles * DFLASH_WEIGHTS_STRIDE),
       shared);
 }
 
-// threadgroups (B * Hq * T), threads (32, 16)
+// threadgroups (B * Hq * T, Dv / 32), threads (32, 16)
 template <typename T, int Dv>
 [[kernel]] void combine_chunks_kernel(
     const device float* partial [[buffer(0)]],     // [B, Hq, T, chunks, Dv]
@@ -87,7 +85,7 @@ template <typename T, int Dv>
     uint3 at [[threadgroup_position_in_grid]],
     uint stripe [[simdgroup_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
-  threadgroup float shared[DFLASH_STRIPES * (Dv + 1)];
+  threadgroup float shared[DFLASH_STRIPES * 33];
   const int column = int(at.x);
   const int head = column / inputs;
   const Block block = attention_block(lengths, head / heads, inputs, 1, window);
@@ -102,16 +100,18 @@ template <typename T, int Dv>
       head % heads,
       chunks,
       column,
+      int(at.y) * 32,
       int(stripe),
       int(lane),
       shared);
 }
 
 #ifndef DFLASH_JIT  // the host instantiates what it needs
-#define ATTEND(T, D, Dv, tiles, staged)                                                       \
-  template [[host_name("attend_chunk_" #T "_" #D "_" #Dv "_" #tiles "_" #staged)]] [[kernel]] \
-  decltype(attend_chunk_kernel<T, D, Dv, tiles, staged>)                                      \
-      attend_chunk_kernel<T, D, Dv, tiles, staged>;
+#define ATTEND(T, D, Dv, tiles, simdgroups, staged)                                                \
+  template [[host_name(                                                                            \
+      "attend_chunk_" #T "_" #D "_" #Dv "_" #tiles "_" #simdgroups                                 \
+      "_" #staged)]] [[kernel]] decltype(attend_chunk_kernel<T, D, Dv, tiles, simdgroups, staged>) \
+      attend_chunk_kernel<T, D, Dv, tiles, simdgroups, staged>;
 #define COMBINE(T, Dv)     \
   template [[host_name(    \
       "combine_chunks_" #T \
@@ -123,16 +123,18 @@ template <typename T, int Dv>
   MACRO(T, 128, 128, __VA_ARGS__) \
   MACRO(T, 192, 128, __VA_ARGS__) \
   MACRO(T, 256, 256, __VA_ARGS__)
-#define ATTENTION(T)        \
-  DIMS(ATTEND, T, 1, false) \
-  COMBINE(T, 32)            \
-  COMBINE(T, 64)            \
-  COMBINE(T, 96)            \
-  COMBINE(T, 128)           \
+#define ATTENTION(T)           \
+  DIMS(ATTEND, T, 1, 1, false) \
+  COMBINE(T, 32)               \
+  COMBINE(T, 64)               \
+  COMBINE(T, 96)               \
+  COMBINE(T, 128)              \
   COMBINE(T, 256)
 ATTENTION(float)
 ATTENTION(half)
 ATTENTION(bfloat)
-DIMS(ATTEND, half, 2, true)
-DIMS(ATTEND, bfloat, 2, true)
+DIMS(ATTEND, half, 2, 2, true)
+DIMS(ATTEND, half, 2, 4, true)
+DIMS(ATTEND, bfloat, 2, 2, true)
+DIMS(ATTEND, bfloat, 2, 4, true)
 #endif

@@ -75,7 +75,7 @@ METAL_FUNC void add_dense(
           const int n = at.n0 + 16 * tile + 8 * h + row;
           const int left_over = n < at.outputs ? at.depth - k - 8 * quad : 0;
           const device W* p = weight + size_t(n) * at.depth + k + 8 * quad;
-          set_row(left[tile], h, load_eight<T, W, whole>(p, left_over));
+          set_row(left[tile], h, stream_eight<T, W, whole>(p, left_over));
         }
       }
       DFLASH_UNROLL

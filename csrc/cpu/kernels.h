@@ -145,14 +145,12 @@ static constexpr int in_word(Weights weights) {
                                      : 2;
 }
 
-/// Values of row-major matrices into blocks of sixteen rows, [E, ceil(N / 16), padded, 16], with
-/// zeros past N and K. `pairs`: two values of one row stand side by side, as bf16 words have them.
+/// Rows of matrices into blocks of sixteen: [E, ceil(N / 16), units, 16] units of 2 or 4 bytes,
+/// with zeros past the rows' ends and past row N.
 struct PackWeight {
-  const void* from;  ///< [E, N, K]
+  const void* from;  ///< [E, N, row_bytes]
   void* to;
-  int experts, outputs, inputs, padded;
-  int bytes;  ///< of a value: 2 or 4
-  bool pairs;
+  int experts, outputs, row_bytes, units, unit_bytes;
 };
 
 /// One instruction set's kernels. `part` of `parts` is the share of one thread.

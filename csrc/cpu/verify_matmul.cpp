@@ -118,9 +118,11 @@ void finish(const Matmul& p, int expert, int block, int row, float* sums) {
                             : store_as<BFloat>(p, at, count, sums);
 }
 
-/// What a group's sums are multiplied by.
-struct Scale {
-  Vec scale, bias;
+/// What the sums of a group are multiplied by: sixteen values of block 0, `stride` to the next.
+struct Scales {
+  const void *scales, *biases;  ///< null where the weights are dense
+  size_t stride;
+  Type type;
 };
 
 template <int B>
@@ -128,8 +130,8 @@ struct Panel {
   const uint32_t* words;  ///< of block 0
   size_t stride;          ///< words to the next block
   int count;              ///< words of a lane
-  const Scale* scales;    ///< of each block, or null
-  size_t ahead = 0;       ///< words from here to those that memory is asked for
+  Scales of_group;
+  size_t ahead = 0;  ///< words from here to those that memory is asked for
 };
 
 template <typename F, int... J>
@@ -173,17 +175,20 @@ inline void multiply(
     x += W::kValues * R;
     if constexpr (kKeeps) wide += W::kValues * kLanes;
   }
+  const Scales& group = panel.of_group;
   for (int b = 0; b < B; ++b) {
-    for (int r = 0; r < R; ++r) {
-      float* at = acc + (b * R + r) * kLanes;
-      Vec sum = load(at);
-      if (panel.scales) {
-        sum = fma(panel.scales[b].scale, part[b][r], sum);
-        sum = fma(panel.scales[b].bias, splat(sums[r * groups]), sum);
-      } else {
-        sum = add(sum, part[b][r]);
+    float* to = acc + b * R * kLanes;
+    if (!group.scales) {
+      for (int r = 0; r < R; ++r) {
+        store(to + r * kLanes, add(load(to + r * kLanes), part[b][r]));
       }
-      store(at, sum);
+      continue;
+    }
+    const Vec scale = load_as(group.type, group.scales, b * group.stride);
+    const Vec bias = load_as(group.type, group.biases, b * group.stride);
+    for (int r = 0; r < R; ++r) {
+      const Vec sum = fma(scale, part[b][r], load(to + r * kLanes));
+      store(to + r * kLanes, fma(bias, splat(sums[r * groups]), sum));
     }
   }
 }
@@ -218,37 +223,41 @@ struct Walk {
   /// `count` words of sixteen rows as they are packed.
   const uint32_t* words_of(int block, int word, int count, uint32_t* buffer) const {
     if (p.packed) return packed(block, word);
-    const int first = block * kLanes, rows = p.outputs - first;
-    const size_t row = size_t(job.expert) * p.outputs + first;
-    if constexpr (W::kValues == 2) {
-      const int k = word * 2, padded = count * 2;
-      const int filled = p.inputs - k < padded ? p.inputs - k : padded;
-      const uint16_t* from = static_cast<const uint16_t*>(p.weight) + row * p.inputs + k;
-      constexpr bool pairs = std::is_same_v<W, BF16>;
-      transpose<pairs>(from, p.inputs, rows, filled, padded, reinterpret_cast<uint16_t*>(buffer));
+    const int first = block * kLanes;
+    constexpr bool halves = W::kValues == 2;
+    const size_t row_bytes = halves ? size_t(p.inputs) * 2 : size_t(words) * 4;
+    const size_t at = (size_t(job.expert) * p.outputs + first) * row_bytes + size_t(word) * 4;
+    const char* from = static_cast<const char*>(p.weight) + at;
+    const size_t left = row_bytes - size_t(word) * 4, most = size_t(count) * 4;
+    const int bytes = int(left < most ? left : most), rows = p.outputs - first;
+    if constexpr (std::is_same_v<W, F16>) {
+      transpose(from, row_bytes, rows, bytes, 2 * count, reinterpret_cast<uint16_t*>(buffer));
     } else {
-      const uint32_t* from = static_cast<const uint32_t*>(p.weight) + row * words + word;
-      transpose<false>(from, words, rows, count, count, buffer);
+      transpose(from, row_bytes, rows, bytes, count, buffer);
     }
     return buffer;
   }
 
-  Vec group_values(const void* from, int block, int group) const {
-    if (p.packed) return load_as(p.scale_type, from, (block_of(block) * groups + group) * kLanes);
-    const int first = block * kLanes, rows = p.outputs - first;
-    const size_t at = (size_t(job.expert) * p.outputs + first) * groups + group;
-    uint32_t values[kLanes];
-    if (p.scale_type == Type::f32) {
-      transpose<false>(static_cast<const uint32_t*>(from) + at, groups, rows, 1, 1, values);
+  /// Scales and biases of a group; those of sixteen rows that are not packed go into `buffer`.
+  Scales scales_of(int block, int group, uint32_t* buffer) const {
+    if (!groups) return {nullptr, nullptr, 0, p.scale_type};
+    const int bytes = p.scale_type == Type::f32 ? 4 : 2;
+    const size_t row = p.packed
+                           ? block_of(block) * kLanes * groups + size_t(group) * kLanes
+                           : (size_t(job.expert) * p.outputs + block * kLanes) * groups + group;
+    const char* scales = static_cast<const char*>(p.scales) + row * bytes;
+    const char* biases = static_cast<const char*>(p.biases) + row * bytes;
+    if (p.packed) return {scales, biases, size_t(groups) * kLanes, p.scale_type};
+    const size_t stride = size_t(groups) * bytes;
+    const int rows = p.outputs - block * kLanes;
+    if (bytes == 4) {
+      transpose(scales, stride, rows, bytes, 1, buffer);
+      transpose(biases, stride, rows, bytes, 1, buffer + kLanes);
     } else {
-      auto* halves = reinterpret_cast<uint16_t*>(values);
-      transpose<false>(static_cast<const uint16_t*>(from) + at, groups, rows, 1, 1, halves);
+      transpose(scales, stride, rows, bytes, 1, reinterpret_cast<uint16_t*>(buffer));
+      transpose(biases, stride, rows, bytes, 1, reinterpret_cast<uint16_t*>(buffer + kLanes));
     }
-    return load_as(p.scale_type, values, 0);
-  }
-
-  Scale scale(int block, int group) const {
-    return {group_values(p.scales, block, group), group_values(p.biases, block, group)};
+    return {buffer, buffer + kLanes, 0, p.scale_type};
   }
 };
 
@@ -256,19 +265,22 @@ struct Walk {
 template <typename W, int R, int B>
 void fused(const Walk<W>& walk, int block) {
   alignas(64) float acc[B * R * kLanes] = {};
-  Scale scales[B];
+  const uint32_t* words = walk.packed(block, 0);
+  Scales of_group = walk.scales_of(block, 0, nullptr);
+  const int group_bytes = kLanes * (of_group.type == Type::f32 ? 4 : 2);
   for (int word = 0, group = 0; word < walk.words; word += walk.panel, ++group) {
     const int left = walk.words - word;
-    for (int b = 0; b < B && walk.groups; ++b) scales[b] = walk.scale(block + b, group);
-    multiply<W, R, B>(
-        {walk.packed(block, word),
-         size_t(walk.words) * kLanes,
-         left < walk.panel ? left : walk.panel,
-         walk.groups ? scales : nullptr},
-        walk.x + word * W::kValues * R,
-        walk.sums + group,
-        walk.groups,
-        acc);
+    const Panel<B> panel = {
+        words + size_t(word) * kLanes,
+        size_t(walk.words) * kLanes,
+        left < walk.panel ? left : walk.panel,
+        of_group};
+    const float* x = walk.x + size_t(word) * W::kValues * R;
+    multiply<W, R>(panel, x, walk.sums + group, walk.groups, acc);
+    if (walk.groups) {
+      of_group.scales = static_cast<const char*>(of_group.scales) + group_bytes;
+      of_group.biases = static_cast<const char*>(of_group.biases) + group_bytes;
+    }
   }
   for (int b = 0; b < B; ++b) {
     for (int r = 0; r < R; ++r) {
@@ -282,14 +294,13 @@ template <typename W>
 void one_block(const Walk<W>& walk, int block) {
   alignas(64) float acc[kJobRows * kLanes] = {};
   alignas(64) uint32_t gathered[kPanel * kLanes];
+  alignas(64) uint32_t gathered_scales[2 * kLanes];
   alignas(64) float wide[kPanel * kLanes];
   constexpr int V = W::kValues;
   const int rows = walk.job.rows, padded = walk.words * V;
   for (int word = 0, group = 0; word < walk.words; word += walk.panel, ++group) {
     const int left = walk.words - word, count = left < walk.panel ? left : walk.panel;
-    Scale scale;
-    if (walk.groups) scale = walk.scale(block, group);
-    const Scale* scales = walk.groups ? &scale : nullptr;
+    const Scales scales = walk.scales_of(block, group, gathered_scales);
     const uint32_t* words = walk.words_of(block, word, count, gathered);
     const bool in_place = std::is_same_v<W, F32>;
     const uint32_t* later = in_place ? words : reinterpret_cast<const uint32_t*>(wide);
@@ -302,9 +313,11 @@ void one_block(const Walk<W>& walk, int block) {
         if (height != R) return;
         if (first == 0) {
           const size_t next = walk.p.packed ? count * kLanes : 0;
-          multiply<W, R, 1>({words, 0, count, scales, next}, x, sums, walk.groups, to, wide);
+          const Panel<1> panel = {words, 0, count, scales, next};
+          multiply<W, R>(panel, x, sums, walk.groups, to, wide);
         } else {
-          multiply<F32, R, 1>({later, 0, count * V, scales}, x, sums, walk.groups, to);
+          const Panel<1> panel = {later, 0, count * V, scales};
+          multiply<F32, R>(panel, x, sums, walk.groups, to);
         }
       });
     });

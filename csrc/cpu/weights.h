@@ -48,16 +48,18 @@ Vec load_as(Type type, const void* from, size_t at) {
                              : bfloats(static_cast<const uint16_t*>(from) + at);
 }
 
-/// Rows of `from` to lanes; `count` rows and `filled` values of `padded` are there.
-template <bool Pairs, typename T>
-void transpose(const T* from, size_t stride, int count, int filled, int padded, T* to) {
+/// Rows of `from`, `bytes` of each and then zeros, in units of T: to[unit][lane], `units` of them.
+/// There are `rows` rows; lanes past them are zero.
+template <typename T>
+void transpose(const char* from, size_t stride, int rows, int bytes, int units, T* to) {
   for (int lane = 0; lane < kLanes; ++lane) {
-    const int there = lane < count ? filled : 0;
-    auto at = [&](int k) -> T& {
-      return to[Pairs ? k / 2 * 2 * kLanes + 2 * lane + k % 2 : k * kLanes + lane];
-    };
-    for (int k = 0; k < there; ++k) at(k) = from[lane * stride + k];
-    for (int k = there; k < padded; ++k) at(k) = 0;
+    const char* row = from + lane * stride;
+    const int there = lane < rows ? bytes : 0, whole = there / int(sizeof(T));
+    for (int i = 0; i < whole; ++i)
+      std::memcpy(to + i * kLanes + lane, row + i * sizeof(T), sizeof(T));
+    for (int i = whole; i < units; ++i) to[i * kLanes + lane] = 0;
+    const int rest = there - whole * int(sizeof(T));  // of an odd number of halves
+    if (rest) std::memcpy(to + whole * kLanes + lane, row + whole * sizeof(T), rest);
   }
 }
 

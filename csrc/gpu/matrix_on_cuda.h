@@ -93,7 +93,7 @@ METAL_FUNC Eight<float> pack8<float>(const float* x) {
 
 template <typename T, typename W, bool whole>
 METAL_FUNC Eight<T> load_eight(const W* p, int count) {
-  if constexpr (whole && cuda::std::is_same_v<T, W>) {
+  if constexpr (whole && ::cuda::std::is_same_v<T, W>) {
     Eight<T> a = {};
     if (count > 0) {
 #pragma unroll
@@ -109,6 +109,26 @@ METAL_FUNC Eight<T> load_eight(const W* p, int count) {
     x[i] = i < count ? float(p[i]) : 0.0f;
   }
   return pack8<T>(x);
+}
+
+// Past the L1 cache, where the rows of x stay.
+template <typename T, typename W, bool whole>
+METAL_FUNC Eight<T> stream_eight(const W* p, int count) {
+  if constexpr (whole && ::cuda::std::is_same_v<T, W>) {
+    Eight<T> a = {};
+    if (count > 0) {
+#pragma unroll
+      for (int i = 0; i < int(sizeof a) / 16; ++i) {
+        uint4& to = reinterpret_cast<uint4*>(&a)[i];
+        asm("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+            : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+            : "l"(reinterpret_cast<const uint4*>(p) + i));
+      }
+    }
+    return a;
+  } else {
+    return load_eight<T, W, whole>(p, count);
+  }
 }
 
 template <typename T>

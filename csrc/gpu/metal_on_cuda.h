@@ -33,6 +33,10 @@ METAL_FUNC float exp_rn(float x) {
   return ::expf(x);
 }
 
+METAL_FUNC float exp2_rn(float x) {
+  return ::exp2f(x);
+}
+
 METAL_FUNC float log_rn(float x) {
   return ::logf(x);
 }

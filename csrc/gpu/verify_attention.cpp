@@ -11,7 +11,7 @@
 namespace dflash {
 namespace {
 
-constexpr int kChunk = 256, kStripes = 16, kMostSimdgroups = 4;  // as in the shader
+constexpr int kChunk = 256, kStripes = 16;  // as in the shader
 
 struct Dims {
   int batch, heads, key_heads, inputs, capacity, key_dim, value_dim, window;
@@ -41,9 +41,7 @@ struct Dims {
     return dtype != mx::float32 && columns() > 8;
   }
   int simdgroups(bool staged) const {
-    const int of_one = staged ? 16 : 8;
-    const int all = (columns() + of_one - 1) / of_one;
-    return std::min(all, tiles_for("attention", kMostSimdgroups, kMostSimdgroups));
+    return staged ? tiles_for("attention", columns() <= 32 ? 2 : 4, 4) : 1;
   }
   int column_blocks(bool staged) const {
     const int of_block = (staged ? 16 : 8) * simdgroups(staged);
@@ -83,8 +81,7 @@ mx::array cuda::verify_attention(
       {"partial", "statistics"},
       "constexpr int of_keys = key_stride(D), of_values = value_stride(Dv);"
       "constexpr int most = of_keys > of_values ? of_keys : of_values;"
-      "__shared__ __align__(16) T weights[DFLASH_ATTENTION_SIMDGROUPS * 8 * tiles *"
-      " DFLASH_WEIGHTS_STRIDE];"
+      "__shared__ __align__(16) T weights[simdgroups * 8 * tiles * DFLASH_WEIGHTS_STRIDE];"
       "__shared__ __align__(16) T shared[staged ? 32 * most : 8];"
       "const int Hkv = k_shape[1], T_ = q_shape[2], capacity = k_shape[2];"
       "const int z = blockIdx.z, b = z / Hkv, chunks = (capacity + 255) / 256;" +
@@ -96,14 +93,14 @@ mx::array cuda::verify_attention(
           " *own_v = v + size_t(z) * capacity * Dv;"
           "const auto addresses = reinterpret_cast<size_t>(q) | reinterpret_cast<size_t>(k) |"
           " reinterpret_cast<size_t>(v);"
-          "auto attend = [&](auto whole) { attend_chunk<T, D, Dv, tiles, staged, "
-          "decltype(whole)::value>("
+          "auto attend = [&](auto whole) { attend_chunk<T, D, Dv, tiles, simdgroups, staged,"
+          " decltype(whole)::value>("
           "own_q, own_k, own_v, " +
           (parts.has_mask ? "mask" : "static_cast<const bool*>(nullptr)") +
           ", partial + columns * chunks * Dv, statistics + columns * chunks * 2, block,"
           " __int_as_float(scale_bits), chunks, int(blockIdx.y),"
-          " int(blockIdx.x * blockDim.y + threadIdx.y) * 8 * tiles, int(threadIdx.y),"
-          " int(blockDim.y), int(threadIdx.x),"
+          " int(blockIdx.x * simdgroups + threadIdx.y) * 8 * tiles, int(threadIdx.y),"
+          " int(threadIdx.x),"
           " weights + threadIdx.y * (8 * tiles * DFLASH_WEIGHTS_STRIDE), shared); };"
           "if (addresses % 16 == 0) attend(cuda::std::true_type());"
           " else attend(cuda::std::false_type());",
@@ -116,6 +113,7 @@ mx::array cuda::verify_attention(
        {"D", d.key_dim},
        {"Dv", d.value_dim},
        {"tiles", tiles},
+       {"simdgroups", simdgroups},
        {"staged", staged},
        {"window", d.window},
        {"causal", parts.causal},
@@ -133,17 +131,17 @@ mx::array cuda::verify_attention(
       {"matrix_on_cuda.h", "verify_attention.h"},
       names,
       {"out"},
-      "__shared__ float shared[DFLASH_STRIPES * (Dv + 1)];"
+      "__shared__ float shared[DFLASH_STRIPES * 33];"
       "const int column = blockIdx.x, T_ = partial_shape[2], head = column / T_;"
       "const int b = head / partial_shape[1];" +
           block + "combine_chunks<T, Dv>(partial, statistics, " +
           (parts.has_sinks ? "sinks" : "static_cast<const float*>(nullptr)") +
           ", out, block, has_sinks, in_range, head % partial_shape[1], partial_shape[3], column,"
-          " int(threadIdx.y), int(threadIdx.x), shared);",
+          " int(blockIdx.y) * 32, int(threadIdx.y), int(threadIdx.x), shared);",
       given,
       {{d.batch, d.heads, d.inputs, d.value_dim}},
       {q.dtype()},
-      {32 * d.batch * d.heads * d.inputs, kStripes, 1},
+      {32 * d.batch * d.heads * d.inputs, kStripes * d.value_dim / 32, 1},
       {32, kStripes, 1},
       {{"T", q.dtype()},
        {"Dv", d.value_dim},
@@ -163,6 +161,7 @@ void VerifyAttention::run_metal(
   const bool staged = d.staged(q.dtype());
   const std::string dim = std::to_string(d.value_dim), key_dim = std::to_string(d.key_dim);
   const std::string tiles = staged ? "2" : "1", is_staged = staged ? "true" : "false";
+  const std::string simdgroups = std::to_string(d.simdgroups(staged));
   metal::allocate(outputs);
   std::vector<mx::array> parts = {
       mx::array(d.partial(), mx::float32, nullptr, {}),
@@ -173,9 +172,10 @@ void VerifyAttention::run_metal(
     metal::Launch launch(
         stream(),
         "verify_attention",
-        "attend_chunk_" + type + "_" + key_dim + "_" + dim + "_" + tiles + "_" + is_staged,
+        "attend_chunk_" + type + "_" + key_dim + "_" + dim + "_" + tiles + "_" + simdgroups + "_" +
+            is_staged,
         "attend_chunk_kernel<" + type + ", " + key_dim + ", " + dim + ", " + tiles + ", " +
-            is_staged + ">",
+            simdgroups + ", " + is_staged + ">",
         constants);
     for (int i = 0; i < 4; ++i) launch.input(inputs[i], i);
     launch.input(parts_.has_mask ? inputs[4] : q, 4);
@@ -207,7 +207,7 @@ void VerifyAttention::run_metal(
   for (int x : {d.inputs, d.heads, d.capacity, d.chunks(), d.window}) {
     launch.scalar(x, index++);
   }
-  launch.threadgroups({d.batch * d.heads * d.inputs, 1, 1}, {32, kStripes, 1});
+  launch.threadgroups({d.batch * d.heads * d.inputs, d.value_dim / 32, 1}, {32, kStripes, 1});
 }
 
 }  // namespace dflash

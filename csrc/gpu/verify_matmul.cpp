@@ -22,7 +22,7 @@ struct Dims {
         experts(format.gathers ? weight.shape(0) : 1),
         repeat(format.gathers ? int(results / format.outputs) / rows : 1),
         pairs(format.gathers ? int(results / format.outputs) : 1),
-        tiles(tiles_for("matmul", outputs >= 8192 ? 2 : 1, 2)),
+        tiles(tiles_for("matmul", outputs >= 65536 && !format.group_size ? 2 : 1, 2)),
         column_tiles(
             format.gathers || rows <= 8 ? 1
             : rows <= 16                ? 2
