@@ -57,5 +57,7 @@ def title(case: Case) -> str:
 
 def _words(case: Case) -> Iterator[str]:
     for name, value in case.items():
+        if isinstance(value, list):
+            continue
         text = str(value).rpartition(".")[2]
         yield f"{name}{text}" if text.isdigit() else text
