@@ -82,8 +82,8 @@ def rotation(size: int, least: int = 1) -> int:
     return max(least, launches, int(-(-4 * cache // size)))
 
 
-def header() -> dict[str, object]:
-    """Machine, backend, versions."""
+def header(**more: object) -> dict[str, object]:
+    """Machine, backend, versions, and what else a benchmark has to say of its run."""
     device = mx.default_device()
     info = mx.device_info(device)
     return {
@@ -95,8 +95,9 @@ def header() -> dict[str, object]:
         "mlx": mx.__version__,
         "libmlx": mx.__file__,
         "shaders": _native.extension.shader_hash(),
+        **more,
     }
 
 
-def print_header() -> None:
-    print(" ".join(f"{key}={value}" for key, value in header().items()))
+def print_header(**more: object) -> None:
+    print(" ".join(f"{key}={value}" for key, value in header(**more).items()))
