@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,8 +40,8 @@ def interleave(variants: dict[str, Call], repeats: int, queue: int) -> dict[str,
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
     """10th, 50th and 90th."""
-    deciles = statistics.quantiles(values, n=10)
-    return deciles[0], statistics.median(values), deciles[-1]
+    low, middle, high = np.percentile(values, [10, 50, 90]).tolist()
+    return low, middle, high
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> tuple[float, float, float]:
