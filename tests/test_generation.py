@@ -296,3 +296,28 @@ def test_verbose_prints_text_and_rates(model, tokenizer, answer, capsys):
     assert (
         printed.startswith(text) and "tokens a round" in printed and "Prompt: 5 tokens" in printed
     )
+
+
+def test_the_response_says_whether_decoding_was_exact(model, tokenizer):
+    exact = Target(model, prefill="exact")
+    for given, options, expected in (
+        (model, {}, True),
+        (model, {"exact": False}, False),
+        (model, {"prefill": "exact"}, True),
+        (exact, {}, True),
+        (exact, {"exact": True, "prefill": "exact"}, True),
+        (Target(model, exact=False), {}, False),
+    ):
+        [response] = stream_generate(given, tokenizer, PROMPT, 1, **options)
+        assert response.exact == expected
+    for given, options in (
+        (exact, {"exact": False}),
+        (exact, {"prefill": "fast"}),
+        (model, {"session": Session(exact), "exact": False}),
+    ):
+        with pytest.raises(
+            ValueError, match="expected the target's own exact=True and prefill='ex"
+        ):
+            stream_generate(given, tokenizer, PROMPT, 1, **options)
+    with pytest.raises(ValueError, match="expected exact=True with prefill='exact'"):
+        stream_generate(model, tokenizer, PROMPT, 1, exact=False, prefill="exact")

@@ -375,11 +375,46 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         Target(model, prefill="slow")
 
 
+@pytest.mark.skipif(mx.default_device() != mx.cpu, reason="GPUs use the weights as they are")
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@every_family
+def test_weights_are_packed_once_and_take_no_more_than_the_model(name: str, bits: int) -> None:
+    model = make_model(name, vocab_size=128)  # a multiple of 16, and so are the other sizes
+    if bits is not None:
+        nn.quantize(model, 32, bits)
+    target = Target(model)
+    assert target.packed_nbytes == 0
+    for _ in range(2):
+        run(target, random_tokens(1, 4), target.make_cache())
+    weights = sum(value.nbytes for _, value in tree_flatten(model.parameters()))
+    first = target.packed_nbytes
+    assert 0.5 * weights < first <= 1.02 * weights
+    run(target, random_tokens(2, 9), target.make_cache(2), commit=False)
+    assert target.packed_nbytes == first
+    stock = Target(model, exact=False)
+    run(stock, random_tokens(1, 4), stock.make_cache())
+    assert stock.packed_nbytes == 0
+
+
+def test_a_layer_that_was_given_another_weight_is_packed_anew() -> None:
+    model = make_model("llama")
+    target, tokens = Target(model), random_tokens(1, 5)
+    before = run(target, tokens, target.make_cache())
+    projection = model.layers[1].self_attn.k_proj
+    for part in ("weight", "bias"):
+        projection[part] = projection[part] + 0.5
+        after = run(target, tokens, target.make_cache())
+        assert error(after, model(tokens)) < 1e-5
+        assert error(after, before) > 1e-3
+        before = after
+
+
 def test_what_a_target_says_of_its_model() -> None:
     target = Target(make_model("qwen3_5"))
     assert target.model_type == "qwen3_5"
     assert (target.hidden_size, target.vocab_size, target.num_layers) == (64, VOCAB, 4)
     assert target.dtype == mx.float32
+    assert (target.exact, target.prefill) == (True, "fast")
     tokens = random_tokens(2, 3)
     assert target.embed(tokens).shape == (2, 3, 64)
     assert target.logits(target.embed(tokens)).shape == (2, 3, VOCAB)

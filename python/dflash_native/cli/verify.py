@@ -24,8 +24,8 @@ from . import measure
 from .console import OptionError, err, out
 from .loading import demo_pair, named_pair
 
-DEMO_VARIANTS = ("fp32", "bf16", "8bit", "4bit")
-"""How the demo pair is run without --model."""
+DEMO_VARIANTS = (("fp32", "float32"), ("bf16", "bfloat16"), ("8bit", "stored"))
+"""How the demo pair is run without --model, before it is quantised to four bits."""
 
 _NAMES = {mx.float32: "fp32", mx.bfloat16: "bf16", mx.float16: "fp16"}
 
@@ -173,7 +173,7 @@ def _variants(model: str | None, draft: str | None, exact: bool) -> Iterator[Var
         target, tokenizer, drafter = named_pair(model, draft, "stored", exact)
         yield Variant(_format(target), target, tokenizer, drafter)
         return
-    for name, dtype in (("fp32", "float32"), ("bf16", "bfloat16"), ("8bit", "stored")):
+    for name, dtype in DEMO_VARIANTS:
         yield Variant(name, *demo_pair(dtype, exact))
     target, tokenizer, drafter = demo_pair("bfloat16", exact)
     quantize(target.model, group_size=64, bits=4)

@@ -29,7 +29,7 @@ class Attention(Module):
         super().__init__()
         hidden, self.head_dim = config.hidden_size, config.head_dim
         self.window, self.causal = config.window(layer), config.causal(layer)
-        self.matmul = products.matmul
+        self.products = products
         self.q_proj = Linear(hidden, config.num_attention_heads * self.head_dim, bias=False)
         self.k_proj = Linear(hidden, config.num_key_value_heads * self.head_dim, bias=False)
         self.v_proj = Linear(hidden, config.num_key_value_heads * self.head_dim, bias=False)
@@ -38,20 +38,20 @@ class Attention(Module):
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
 
     def _heads(self, x: mx.array) -> mx.array:
-        return x.reshape(*x.shape[:2], -1, self.head_dim)
+        return mx.unflatten(x, -1, (-1, self.head_dim))
 
     def store(
         self, rows: mx.array, rope: Module, position: int, cache: ContextCache, committed: int
     ) -> None:
         """Write the keys and values of `rows [1, T, H]`, from `position` on, after the context."""
-        keys = norm(self.k_norm, self._heads(self.matmul(self.k_proj, rows)))
-        keys = rotate(rope, keys.transpose(0, 2, 1, 3), [position])
-        values = self._heads(self.matmul(self.v_proj, rows)).transpose(0, 2, 1, 3)
-        cache.write(keys, values, committed)
+        both = self.products.matmuls((self.k_proj, self.v_proj), rows)
+        keys, values = map(self._heads, both)
+        keys = rotate(rope, norm(self.k_norm, keys).transpose(0, 2, 1, 3), [position])
+        cache.write(keys, values.transpose(0, 2, 1, 3), committed)
 
     def __call__(self, x: mx.array, rope: Module, position: int, cache: ContextCache) -> mx.array:
         """`x [1, B, H]` at `position …`, whose keys and values were stored, to `[1, B, H]`."""
-        queries = norm(self.q_norm, self._heads(self.matmul(self.q_proj, x)))
+        queries = norm(self.q_norm, self._heads(self.products.matmul(self.q_proj, x)))
         queries = rotate(rope, queries.transpose(0, 2, 1, 3), [position])
         y = ops.verify_attention(
             queries,
@@ -62,7 +62,7 @@ class Attention(Module):
             window=self.window,
             causal=self.causal,
         )
-        return self.matmul(self.o_proj, y.transpose(0, 2, 1, 3).flatten(-2))
+        return self.products.matmul(self.o_proj, y.transpose(0, 2, 1, 3).flatten(-2))
 
 
 class MLP(Module):
@@ -70,15 +70,15 @@ class MLP(Module):
 
     def __init__(self, config: DFlashConfig, products: Products) -> None:
         super().__init__()
-        self.matmul = products.matmul
+        self.products = products
         hidden, inner = config.hidden_size, config.intermediate_size
         self.gate_proj = Linear(hidden, inner, bias=False)
         self.up_proj = Linear(hidden, inner, bias=False)
         self.down_proj = Linear(inner, hidden, bias=False)
 
     def __call__(self, x: mx.array) -> mx.array:
-        gate, up = self.matmul(self.gate_proj, x), self.matmul(self.up_proj, x)
-        return self.matmul(self.down_proj, ops.swiglu(gate, up))
+        gate, up = self.products.matmuls((self.gate_proj, self.up_proj), x)
+        return self.products.matmul(self.down_proj, ops.swiglu(gate, up))
 
 
 class Layer(Module):

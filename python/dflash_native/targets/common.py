@@ -142,6 +142,14 @@ def split_heads(x: mx.array, heads: int) -> mx.array:
     return mx.unflatten(x, -1, (heads, -1))
 
 
+def project_heads(
+    span: Span, x: mx.array, projections: Sequence[Module], heads: Sequence[int]
+) -> list[mx.array]:
+    """Linear layers of `x [B, T, H]`, each split into its heads."""
+    found = span.layers.linears(projections, x)
+    return [split_heads(y, count) for y, count in zip(found, heads, strict=True)]
+
+
 def attend(
     attention: Module,
     queries: mx.array,

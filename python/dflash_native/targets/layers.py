@@ -28,6 +28,9 @@ class Layers(Protocol):
     def linear(self, layer: Module, x: mx.array) -> mx.array:
         """A linear layer."""
 
+    def linears(self, layers: Sequence[Module], x: mx.array) -> Sequence[mx.array]:
+        """Each linear layer of the same inputs."""
+
     def head(self, layer: Module, x: mx.array) -> mx.array:
         """A linear layer, or an embedding table used as one: `[B, T, H]` to `[B, T, V]`."""
 
@@ -72,6 +75,9 @@ class StockLayers:
     def linear(self, layer: Module, x: mx.array) -> mx.array:
         result: mx.array = layer(x)
         return result
+
+    def linears(self, layers: Sequence[Module], x: mx.array) -> Sequence[mx.array]:
+        return [layer(x) for layer in layers]
 
     def head(self, layer: Module, x: mx.array) -> mx.array:
         result: mx.array = layer.as_linear(x) if hasattr(layer, "as_linear") else layer(x)
@@ -130,6 +136,9 @@ class ExactLayers:
     def linear(self, layer: Module, x: mx.array) -> mx.array:
         return self.products.matmul(layer, x)
 
+    def linears(self, layers: Sequence[Module], x: mx.array) -> Sequence[mx.array]:
+        return self.products.matmuls(layers, x)
+
     def head(self, layer: Module, x: mx.array) -> mx.array:
         return self.products.matmul(layer, x)
 
@@ -154,7 +163,7 @@ class ExactLayers:
     def mlp(self, layer: Module, x: mx.array) -> mx.array:
         if isinstance(layer, Qwen3NextSparseMoeBlock):
             return self._experts(layer, x)
-        gate, up = self.linear(layer.gate_proj, x), self.linear(layer.up_proj, x)
+        gate, up = self.linears((layer.gate_proj, layer.up_proj), x)
         return self.linear(layer.down_proj, ops.swiglu(gate, up))
 
     def attention(

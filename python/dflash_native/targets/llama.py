@@ -37,13 +37,13 @@ def forward(
     sliding_window = model.model.sliding_window
 
     def mix(layer: Module, x: mx.array, cache: AttentionCache, span: common.Span) -> mx.array:
-        attention, linear = layer.self_attn, span.layers.linear
-        queries = common.split_heads(linear(attention.q_proj, x), attention.n_heads)
-        keys = common.split_heads(linear(attention.k_proj, x), attention.n_kv_heads)
-        values = common.split_heads(linear(attention.v_proj, x), attention.n_kv_heads)
+        attention = layer.self_attn
+        projections = attention.q_proj, attention.k_proj, attention.v_proj
+        heads = attention.n_heads, attention.n_kv_heads, attention.n_kv_heads
+        queries, keys, values = common.project_heads(span, x, projections, heads)
         window = sliding_window if layer.use_sliding else None
         output = common.attend(attention, queries, keys, values, cache, span, window)
-        return linear(attention.o_proj, output)
+        return span.layers.linear(attention.o_proj, output)
 
     return common.run(
         model.model, tokens, cache, mix, layers=layers, commit=commit, tap_layers=tap_layers

@@ -39,10 +39,11 @@ def forward(
 
 
 def _mix(layer: Module, x: mx.array, cache: AttentionCache, span: common.Span) -> mx.array:
-    attention, linear, norm = layer.self_attn, span.layers.linear, span.layers.norm
-    queries = common.split_heads(linear(attention.q_proj, x), attention.n_heads)
-    keys = common.split_heads(linear(attention.k_proj, x), attention.n_kv_heads)
-    values = common.split_heads(linear(attention.v_proj, x), attention.n_kv_heads)
-    queries, keys = norm(attention.q_norm, queries), norm(attention.k_norm, keys)
+    attention = layer.self_attn
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    heads = attention.n_heads, attention.n_kv_heads, attention.n_kv_heads
+    queries, keys, values = common.project_heads(span, x, projections, heads)
+    queries = span.layers.norm(attention.q_norm, queries)
+    keys = span.layers.norm(attention.k_norm, keys)
     output = common.attend(attention, queries, keys, values, cache, span)
-    return linear(attention.o_proj, output)
+    return span.layers.linear(attention.o_proj, output)

@@ -53,9 +53,8 @@ def _mix(
 def _gated_delta_net(
     net: Module, x: mx.array, cache: RecurrentCache, span: common.Span
 ) -> mx.array:
-    linear = span.layers.linear
-    qkv, a, b = linear(net.in_proj_qkv, x), linear(net.in_proj_a, x), linear(net.in_proj_b, x)
+    projections = net.in_proj_qkv, net.in_proj_z, net.in_proj_a, net.in_proj_b
+    qkv, z, a, b = span.layers.linears(projections, x)
     y = common.gated_delta(net, qkv, a, b, cache, span)
-    z = common.split_heads(linear(net.in_proj_z, x), net.num_v_heads)
-    y = span.layers.gated_norm(net.norm, y, z)
-    return linear(net.out_proj, y.flatten(-2))
+    y = span.layers.gated_norm(net.norm, y, common.split_heads(z, net.num_v_heads))
+    return span.layers.linear(net.out_proj, y.flatten(-2))

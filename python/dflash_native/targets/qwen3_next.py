@@ -59,34 +59,30 @@ def gated_attention(
     attention: Module, x: mx.array, cache: AttentionCache, span: common.Span
 ) -> mx.array:
     """Attention whose query projection also gives a sigmoid gate for the output, head by head."""
-    linear, norm = span.layers.linear, span.layers.norm
-    queries_and_gate = common.split_heads(
-        linear(attention.q_proj, x), attention.num_attention_heads
-    )
+    projections = attention.q_proj, attention.k_proj, attention.v_proj
+    key_heads = attention.num_key_value_heads
+    heads = attention.num_attention_heads, key_heads, key_heads
+    queries_and_gate, keys, values = common.project_heads(span, x, projections, heads)
     queries, gate = mx.split(queries_and_gate, 2, axis=-1)
-    keys = common.split_heads(linear(attention.k_proj, x), attention.num_key_value_heads)
-    values = common.split_heads(linear(attention.v_proj, x), attention.num_key_value_heads)
-    queries, keys = norm(attention.q_norm, queries), norm(attention.k_norm, keys)
+    queries = span.layers.norm(attention.q_norm, queries)
+    keys = span.layers.norm(attention.k_norm, keys)
     output = common.attend(attention, queries, keys, values, cache, span)
     output = span.layers.sigmoid_gate(output, gate.flatten(-2))
-    return linear(attention.o_proj, output)
+    return span.layers.linear(attention.o_proj, output)
 
 
 def _gated_delta_net(
     net: Module, x: mx.array, cache: RecurrentCache, span: common.Span
 ) -> mx.array:
-    linear = span.layers.linear
     key_heads, key_dim = net.num_k_heads, net.head_k_dim
     group = net.num_v_heads // key_heads
     value_dim = group * net.head_v_dim
     # Both projections are ordered by key head: (q, k, v, z) and (b, a) of its group of value heads.
-    q, k, v, z = mx.split(
-        common.split_heads(linear(net.in_proj_qkvz, x), key_heads),
-        [key_dim, 2 * key_dim, 2 * key_dim + value_dim],
-        axis=-1,
-    )
-    b, a = mx.split(common.split_heads(linear(net.in_proj_ba, x), key_heads), 2, axis=-1)
+    projections = net.in_proj_qkvz, net.in_proj_ba
+    qkvz, ba = common.project_heads(span, x, projections, (key_heads, key_heads))
+    q, k, v, z = mx.split(qkvz, [key_dim, 2 * key_dim, 2 * key_dim + value_dim], axis=-1)
+    b, a = mx.split(ba, 2, axis=-1)
     qkv = mx.concatenate([q.flatten(-2), k.flatten(-2), v.flatten(-2)], axis=-1)
     y = common.gated_delta(net, qkv, a.flatten(-2), b.flatten(-2), cache, span)
     y = span.layers.gated_norm(net.norm, y, z.reshape(y.shape))
-    return linear(net.out_proj, y.flatten(-2))
+    return span.layers.linear(net.out_proj, y.flatten(-2))
