@@ -23,7 +23,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-from gated_delta import header, percentiles
+from timing import header, print_header, ratios
 
 from dflash_native import Target, demo, load_demo, stream_generate
 
@@ -104,8 +104,7 @@ def main() -> None:
                     tokens[name].append(emitted)
     lines = []
     for name in names:
-        ratios = [ours / base for ours, base in zip(rates[name], rates["mlx-lm"], strict=True)]
-        low, middle, high = percentiles(ratios)
+        low, middle, high = ratios(rates[name], rates["mlx-lm"])
         same = sum(a == b for a, b in zip(tokens[name], tokens["mlx-lm"], strict=True))
         lines.append(
             {
@@ -119,13 +118,12 @@ def main() -> None:
                 "sha256": hashlib.sha256(json.dumps(tokens[name]).encode()).hexdigest()[:16],
             }
         )
-    head = {**header(), "dtype": options.dtype, "prompts": len(prompts)}
-    del head["shapes"]
+    what = {"dtype": options.dtype, "prompts": len(prompts)}
     if options.json:
-        json.dump({**head, "results": lines}, sys.stdout, indent=1)
+        json.dump({**header(**what), "results": lines}, sys.stdout, indent=1)
         print()
         return
-    print(" ".join(f"{key}={value}" for key, value in head.items()))
+    print_header(**what)
     print(
         f"{'':17} {'tok/s':>7} {'x mlx-lm':>9} {'(10..90 %)':>13} "
         f"{'tok/round':>9} {'equal':>6}  sha256"

@@ -17,18 +17,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import statistics
 import sys
-import time
-from collections.abc import Callable
 
 import mlx.core as mx
 from mlx_lm.models.gated_delta import gated_delta_kernel, gated_delta_ops
+from timing import Call, header, percentiles, print_header, ratios, seconds
 
-from dflash_native import _native, ops, reference
+from dflash_native import ops, reference
 
 B, HK, HV, DK, DV = 1, 16, 32, 128, 128
+SHAPES = {"B": B, "Hk": HK, "Hv": HV, "Dk": DK, "Dv": DV, "dtype": "bfloat16"}
 
 
 def make_inputs(T: int) -> tuple[list[mx.array], mx.array]:
@@ -42,21 +41,6 @@ def make_inputs(T: int) -> tuple[list[mx.array], mx.array]:
     state = mx.random.normal((B, HV, DV, DK)) * 0.1
     mx.eval(inputs, state)
     return inputs, state
-
-
-def seconds(call: Callable[[], list[mx.array]]) -> float:
-    """Of one evaluation, from an idle device to an idle device."""
-    mx.synchronize()
-    start = time.perf_counter()
-    mx.eval(call())
-    mx.synchronize()
-    return time.perf_counter() - start
-
-
-def percentiles(values: list[float]) -> tuple[float, float, float]:
-    """10th, 50th and 90th."""
-    deciles = statistics.quantiles(values, n=10)
-    return deciles[0], statistics.median(values), deciles[-1]
 
 
 def measure(T: int, repeats: int, queue: int) -> list[dict[str, object]]:
@@ -102,7 +86,7 @@ def measure(T: int, repeats: int, queue: int) -> list[dict[str, object]]:
     def copy(n: int) -> list[mx.array]:
         return [x + 0 for x in blanks[:n]]
 
-    variants: dict[str, tuple[Callable[[int], list[mx.array]], int]] = {
+    variants: dict[str, tuple[Call, int]] = {
         "gated_delta_verify": (verify, verify_bytes),
         "gated_delta_verify + replay": (verify_replay, replay_bytes),
         "gated_delta_step": (step, read + inputs[2].nbytes + state.nbytes),
@@ -115,8 +99,7 @@ def measure(T: int, repeats: int, queue: int) -> list[dict[str, object]]:
         for name, (call, _) in variants.items():
             slow = name.startswith("mlx-lm")
             count = 1 if slow else queue
-            took = seconds(lambda call=call, count=count: call(count)) / count
-            alone = seconds(lambda call=call: call(1))
+            took, alone = seconds(call, count), seconds(call, 1)
             if round_ >= 2:  # two rounds to warm up
                 times[name].append(took)
                 launches[name].append(alone)
@@ -124,8 +107,7 @@ def measure(T: int, repeats: int, queue: int) -> list[dict[str, object]]:
     stock_alone = launches[f"mlx-lm {stock.__name__}"]
     for name, (_, count) in variants.items():
         low, middle, high = percentiles(times[name])
-        ratios = [theirs / ours for theirs, ours in zip(stock_alone, launches[name], strict=True)]
-        ratio_low, ratio, ratio_high = percentiles(ratios)
+        ratio_low, ratio, ratio_high = ratios(stock_alone, launches[name])
         lines.append(
             {
                 "operation": name,
@@ -144,22 +126,6 @@ def measure(T: int, repeats: int, queue: int) -> list[dict[str, object]]:
     return lines
 
 
-def header() -> dict[str, object]:
-    """Machine, backend, versions."""
-    device = mx.default_device()
-    info = mx.device_info(device)
-    return {
-        "device": str(device.type).rpartition(".")[2],
-        "device_name": str(info.get("device_name", platform.processor() or platform.machine())),
-        "cpu_isa": _native.extension.cpu_isa(),
-        "cpu_threads": _native.extension.cpu_threads(),
-        "python": platform.python_version(),
-        "mlx": mx.__version__,
-        "libmlx": mx.__file__,
-        "shapes": {"B": B, "Hk": HK, "Hv": HV, "Dk": DK, "Dv": DV, "dtype": "bfloat16"},
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--inputs", type=int, nargs="+", default=[1, 16], help="T of the calls")
@@ -168,24 +134,23 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     mx.random.seed(0)
-    head = header()
     lines = [line for T in options.inputs for line in measure(T, options.repeats, options.queue)]
     if options.json:
-        json.dump({**head, "results": lines}, sys.stdout, indent=1)
+        json.dump({**header(shapes=SHAPES), "results": lines}, sys.stdout, indent=1)
         print()
         return
-    print(" ".join(f"{key}={value}" for key, value in head.items()))
+    print_header(shapes=SHAPES)
     print(
         f"{'operation':27} {'T':>3} {'ms':>7} {'(10..90 %)':>15} {'MB':>6} {'GB/s':>6} "
         f"{'one call':>9} {'faster':>7} {'(10..90 %)':>13}"
     )
     for line in lines:
         spread = f"({line['ms_low']:.3f}..{line['ms_high']:.3f})"
-        ratios = f"({line['ratio_low']:.1f}..{line['ratio_high']:.1f})"
+        faster = f"({line['ratio_low']:.1f}..{line['ratio_high']:.1f})"
         print(
             f"{line['operation']:27} {line['inputs']:3} {line['ms']:7.3f} {spread:>15} "
             f"{line['mbytes']:6.2f} {line['gb_s']:6.1f} {line['launch_ms']:9.3f} "
-            f"{line['ratio']:7.1f} {ratios:>13}"
+            f"{line['ratio']:7.1f} {faster:>13}"
         )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -41,8 +40,8 @@ def interleave(variants: dict[str, Call], repeats: int, queue: int) -> dict[str,
 
 def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
     """10th, 50th and 90th."""
-    deciles = statistics.quantiles(values, n=10)
-    return deciles[0], statistics.median(values), deciles[-1]
+    low, middle, high = np.percentile(values, [10, 50, 90]).tolist()
+    return low, middle, high
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> tuple[float, float, float]:
@@ -82,8 +81,8 @@ def rotation(size: int, least: int = 1) -> int:
     return max(least, launches, int(-(-4 * cache // size)))
 
 
-def header() -> dict[str, object]:
-    """Machine, backend, versions."""
+def header(**more: object) -> dict[str, object]:
+    """Machine, backend, versions, and what else a benchmark has to say of its run."""
     device = mx.default_device()
     info = mx.device_info(device)
     return {
@@ -95,8 +94,9 @@ def header() -> dict[str, object]:
         "mlx": mx.__version__,
         "libmlx": mx.__file__,
         "shaders": _native.extension.shader_hash(),
+        **more,
     }
 
 
-def print_header() -> None:
-    print(" ".join(f"{key}={value}" for key, value in header().items()))
+def print_header(**more: object) -> None:
+    print(" ".join(f"{key}={value}" for key, value in header(**more).items()))

@@ -30,10 +30,11 @@ FACTORS = {
     "drafts": ["right", "wrong", "random"],
 }
 CASES = matrix.pairwise(FACTORS)
-if matrix.FULL:  # those that share a plain decoding are one test
-    SHARED = {"block": [FACTORS["block"]], "drafts": [FACTORS["drafts"]]}
-    CASES = matrix.every(FACTORS | SHARED) + matrix.pairwise(FACTORS | {"context": [1024, 8192]})
-MOST_ROUNDS = 4
+if matrix.FULL:
+    CASES = matrix.every(FACTORS) + matrix.pairwise(FACTORS | {"context": [1024, 8192]})
+SETTINGS = matrix.grouped(CASES, ("family", "dtype", "weights", "context", "rows"))
+"""Each with its blocks and drafts: plain decoding runs once for all of them."""
+ROUNDS = {"right": 2, "wrong": 3, "random": 4}
 
 
 def model_of(family: str, dtype: mx.Dtype, weights: str) -> nn.Module:
@@ -100,9 +101,7 @@ def first_difference(target, cache, tokens, logits, block, kind):
     """Block verifies of drafts after `tokens [B, N]`: (row, input) whose bits differ, or None."""
     source, answer = random.Random(1), tokens.tolist()
     at = [0] * len(answer)
-    for _ in range(MOST_ROUNDS):
-        if max(at) + block > logits.shape[1]:
-            break
+    for _ in range(ROUNDS[kind]):
         drafts = [
             drafts_of(kind, row[start + 1 : start + block], source)
             for row, start in zip(answer, at, strict=True)
@@ -124,21 +123,30 @@ def first_difference(target, cache, tokens, logits, block, kind):
     return None
 
 
-def listed(value):
-    return value if isinstance(value, list) else [value]
+def steps_of(case):
+    return case["block"] * (ROUNDS[case["drafts"]] if case["drafts"] != "wrong" else 1) + 4
 
 
-@pytest.mark.parametrize("case", CASES, ids=matrix.title)
-def test_a_block_has_the_bits_of_single_steps(case):
-    target = target_of(case["family"], case["dtype"], case["weights"])
-    cache, pending = prefilled(target, case["context"], case["rows"])
-    steps = 2 * max(listed(case["block"])) + 4
+def settings():
+    """The parameters of the matrix; on request, those that share kernels go to one process."""
+    for setting, cases in SETTINGS:
+        group = f"{setting['dtype']}-{setting['weights']}-{setting['rows']}"
+        yield pytest.param(
+            setting, cases, id=matrix.title(setting), marks=pytest.mark.xdist_group(group)
+        )
+
+
+@pytest.mark.parametrize("setting, cases", settings())
+def test_a_block_has_the_bits_of_single_steps(setting, cases):
+    target = target_of(setting["family"], setting["dtype"], setting["weights"])
+    cache, pending = prefilled(target, setting["context"], setting["rows"])
+    steps = max(steps_of(case) for case in cases)
     tokens, logits = decode_plainly(target, clone(cache), pending, steps)
-    assert logits.dtype == case["dtype"]
-    for block in listed(case["block"]):
-        for drafts in listed(case["drafts"]):
-            fresh = clone(cache)
-            assert first_difference(target, fresh, tokens, logits, block, drafts) is None
+    assert logits.dtype == setting["dtype"]
+    for case in cases:
+        block, drafts = case["block"], case["drafts"]
+        found = first_difference(target, clone(cache), tokens, logits, block, drafts)
+        assert found is None, (block, drafts)
 
 
 def test_the_cover_holds_every_pair():

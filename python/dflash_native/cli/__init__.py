@@ -73,7 +73,13 @@ def demo_command(
     json: _Json = False,
     prompts: Annotated[int, typer.Option(help="How many of the shipped prompts to run.")] = 3,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each.")] = 96,
-    block_size: _BlockSize = None,
+    block_size: Annotated[
+        int | None,
+        typer.Option(
+            help="Inputs of a verify, at most the draft's own block.",
+            show_default="the fastest on this backend, as measured",
+        ),
+    ] = None,
     dtype: Annotated[
         DtypeName, typer.Option(help="Of weights and activations; stored: 8-bit and bfloat16.")
     ] = "float32",

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from ..demo import Prompt
+from ..demo import BLOCK_SIZES, Prompt
 from ..demo import prompts as demo_prompts
 from ..doctor import backend
 from . import measure
@@ -85,7 +85,7 @@ def run(
     check_block_size(block_size)
     target, tokenizer, drafter = demo_pair(dtype, exact)
     largest = drafter.max_drafts + 1
-    width = largest if block_size is None else block_size
+    width = BLOCK_SIZES[backend()] if block_size is None else block_size
     if width > largest:
         raise OptionError(f"expected --block-size in 1 … {largest} but got {width}")
     pair = _Pair(target, tokenizer, drafter, max_tokens, width)

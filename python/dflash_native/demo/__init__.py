@@ -15,6 +15,10 @@ TARGET = Path(__file__).parent / "target"
 DRAFT = Path(__file__).parent / "draft"
 """A DFlash checkpoint in bf16."""
 
+BLOCK_SIZES = {"cpu": 6, "cuda": 16, "metal": 16}
+"""The fixed block at which the pair decodes fastest, by backend. Measured, see bench/results; of
+metal nothing is known yet, and the draft's own block stands."""
+
 _PROMPT = re.compile(r"^=== (?P<name>\w+) \((?P<kind>[^)]+)\)\n", re.MULTILINE)
 
 
