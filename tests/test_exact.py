@@ -136,7 +136,7 @@ def settings():
         )
 
 
-@pytest.mark.parametrize("setting, cases", settings())
+@pytest.mark.parametrize(("setting", "cases"), [*settings()])
 def test_a_block_has_the_bits_of_single_steps(setting, cases):
     target = target_of(setting["family"], setting["dtype"], setting["weights"])
     cache, pending = prefilled(target, setting["context"], setting["rows"])

@@ -90,7 +90,8 @@ def stream_generate(
     """Yields a response for each token, as mlx-lm's `stream_generate` does.
 
     Args:
-        model: a model that mlx-lm loaded, or a `Target` over one.
+        model: a model that mlx-lm loaded, or a `Target` over one, which keeps what it packs for the
+            CPU from call to call.
         tokenizer: its tokenizer; every end token that it knows stops the text.
         prompt: a text, or token ids.
         max_tokens: most tokens to emit; -1 for no limit.
