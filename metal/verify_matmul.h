@@ -67,6 +67,9 @@ METAL_FUNC void add_dense(
     DFLASH_UNROLL
     for (int b = 0; b < 2; ++b) {
       const int k = start + 32 * b;
+      if (k >= at.depth) {  // nothing of x may be read there, not even to be multiplied by zero
+        continue;
+      }
       Left<T> left[tiles];
       DFLASH_UNROLL
       for (int tile = 0; tile < tiles; ++tile) {

@@ -46,6 +46,14 @@ def pairwise(factors: Mapping[str, Sequence[Any]]) -> list[Case]:
     return cases
 
 
+def grouped(cases: Sequence[Case], names: Sequence[str]) -> list[tuple[Case, list[Case]]]:
+    """The cases that agree in the factors of `names`, together: what they agree in, and they."""
+    groups: dict[tuple[Any, ...], list[Case]] = {}
+    for case in cases:
+        groups.setdefault(tuple(case[name] for name in names), []).append(case)
+    return [(dict(zip(names, key, strict=True)), held) for key, held in groups.items()]
+
+
 def _pairs(case: Case) -> set[frozenset[tuple[str, Any]]]:
     return {frozenset(pair) for pair in combinations(case.items(), 2)}
 

@@ -32,6 +32,8 @@ FACTORS = {
 CASES = matrix.pairwise(FACTORS)
 if matrix.FULL:
     CASES = matrix.every(FACTORS) + matrix.pairwise(FACTORS | {"context": [1024, 8192]})
+SETTINGS = matrix.grouped(CASES, ("family", "dtype", "weights", "context", "rows"))
+"""Each with its blocks and drafts: plain decoding runs once for all of them."""
 ROUNDS = {"right": 2, "wrong": 3, "random": 4}
 
 
@@ -125,13 +127,26 @@ def steps_of(case):
     return case["block"] * (ROUNDS[case["drafts"]] if case["drafts"] != "wrong" else 1) + 4
 
 
-@pytest.mark.parametrize("case", CASES, ids=matrix.title)
-def test_a_block_has_the_bits_of_single_steps(case):
-    target = target_of(case["family"], case["dtype"], case["weights"])
-    cache, pending = prefilled(target, case["context"], case["rows"])
-    tokens, logits = decode_plainly(target, clone(cache), pending, steps_of(case))
-    assert logits.dtype == case["dtype"]
-    assert first_difference(target, cache, tokens, logits, case["block"], case["drafts"]) is None
+def settings():
+    """The parameters of the matrix; on request, those that share kernels go to one process."""
+    for setting, cases in SETTINGS:
+        group = f"{setting['dtype']}-{setting['weights']}-{setting['rows']}"
+        yield pytest.param(
+            setting, cases, id=matrix.title(setting), marks=pytest.mark.xdist_group(group)
+        )
+
+
+@pytest.mark.parametrize("setting, cases", settings())
+def test_a_block_has_the_bits_of_single_steps(setting, cases):
+    target = target_of(setting["family"], setting["dtype"], setting["weights"])
+    cache, pending = prefilled(target, setting["context"], setting["rows"])
+    steps = max(steps_of(case) for case in cases)
+    tokens, logits = decode_plainly(target, clone(cache), pending, steps)
+    assert logits.dtype == setting["dtype"]
+    for case in cases:
+        block, drafts = case["block"], case["drafts"]
+        found = first_difference(target, clone(cache), tokens, logits, block, drafts)
+        assert found is None, (block, drafts)
 
 
 def test_the_cover_holds_every_pair():
