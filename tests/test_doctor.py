@@ -160,7 +160,11 @@ def test_build_info_is_exported():
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="names instruction sets of x86-64")
 def test_environment_shows():
     code = "import dflash_native, json; print(json.dumps(dflash_native.__build__))"
-    wanted = {"DFLASH_NATIVE_ISA": "baseline", "DFLASH_NATIVE_NUM_THREADS": "1"}
+    wanted = {
+        "DFLASH_NATIVE_ISA": "baseline",
+        "DFLASH_NATIVE_NUM_THREADS": "1",
+        "DFLASH_NATIVE_TILES": "matmul=1",
+    }
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=os.environ | wanted | {"DFLASH_NATIVE_DEVICE": "ignored"},

@@ -197,8 +197,12 @@ def test_a_layer_that_cannot_be_made_plain_is_refused_by_name(monkeypatch):
 
 
 def test_a_dtype_that_is_none_is_refused():
-    with pytest.raises(ValueError, match=r"^\[load\] expected float32, .* but got mlx.core.int8$"):
+    with pytest.raises(
+        ValueError, match=r"^\[load\] expected mx.float32, .* but got mlx.core.int8$"
+    ):
         hub.load_demo(mx.int8)
+    with pytest.raises(ValueError, match=r"expected mx.float32, .* but got 'float32'"):
+        hub.load_demo("float32")
     with pytest.raises(ValueError, match=r"expected bfloat16 or float32 but got mlx.core.float16"):
         hub.load_drafter(demo.DRAFT, mx.float16)
 

@@ -35,7 +35,7 @@ TOLERANCES = {
 _ROWWISE = ("add_rms_norm", "rms_norm", "rms_norm_gated", "rope", "sigmoid_gate", "swiglu")
 _MOVES = ("conv_window", "kv_write")
 _PACKAGES = ("dflash-native", "mlx", "mlx-lm", "numpy", "transformers", "typer", "rich")
-_VARIABLES = ("DFLASH_NATIVE_ISA", "DFLASH_NATIVE_NUM_THREADS")
+_VARIABLES = ("DFLASH_NATIVE_ISA", "DFLASH_NATIVE_NUM_THREADS", "DFLASH_NATIVE_TILES")
 
 
 _Recurrence = tuple[mx.array, mx.array, mx.array, mx.array, mx.array]

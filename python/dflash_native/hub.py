@@ -62,7 +62,9 @@ def load(
     know, and a dtype or a quantisation that cannot be converted.
     """
     if dtype is not None and dtype not in _DTYPES:
-        raise ValueError(f"[load] expected float32, bfloat16, float16 or None but got {dtype}")
+        raise ValueError(
+            f"[load] expected mx.float32, mx.bfloat16, mx.float16 or None but got {dtype!r}"
+        )
     folder = _resolve("load", path_or_id, want_draft=False)
     _check_weights(folder)
     try:

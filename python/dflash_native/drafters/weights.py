@@ -66,7 +66,7 @@ def check_dtype(dtype: mx.Dtype) -> None:
     """Raises ValueError unless `dtype` is bfloat16 or float32."""
     if dtype not in _DTYPES.values():
         reason = f" ({_NO_FP16})" if dtype == mx.float16 else ""
-        raise ValueError(f"[DFlashDrafter] expected bfloat16 or float32 but got {dtype}{reason}")
+        raise ValueError(f"[DFlashDrafter] expected bfloat16 or float32 but got {dtype!r}{reason}")
 
 
 def load_weights(
