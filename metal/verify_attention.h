@@ -28,6 +28,11 @@ struct Block {
   bool has_mask;
 };
 
+/// Whether the cache has room for the block. Of a length that is out of range, `end` means nothing.
+METAL_FUNC bool in_cache(Block block, int capacity) {
+  return block.length >= 0 && block.length <= capacity - block.inputs;
+}
+
 /// Whether input t sees the key at a position.
 METAL_FUNC bool sees(Block block, const device bool* mask, int t, int key) {
   const int position = block.length + t;
@@ -86,6 +91,12 @@ METAL_FUNC uint union_of_rows(uint x) {
 /// 2^(m - base), 0 for m = -inf; base is finite. Scores count in powers of two.
 METAL_FUNC float weight_of(float m, float base) {
   return exp2_rn(add_rn(m, -base));
+}
+
+/// x, or the one NaN. An infinite value that a row sees leaves an infinity or a NaN, depending on
+/// whether some other row does not see it.
+METAL_FUNC float finite_or_poison(float x) {
+  return (as_type<uint>(x) & 0x7f800000u) == 0x7f800000u ? poison() : x;
 }
 
 #define DFLASH_LOG2_E 1.44269504f
@@ -427,6 +438,7 @@ METAL_FUNC void combine_chunks(
       total = add_rn(total, weight_of(sink, base));
     }
     const float value = total == 0.0f ? 0.0f : sum / total;
-    out[size_t(column) * Dv + first_value + lane] = T(in_range ? value : poison());
+    out[size_t(column) * Dv + first_value + lane] =
+        T(in_range ? finite_or_poison(value) : poison());
   }
 }

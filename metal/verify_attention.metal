@@ -47,7 +47,7 @@ template <typename T, int D, int Dv, int tiles, int simdgroups, bool staged>
   threadgroup T weights[simdgroups * 8 * tiles * DFLASH_WEIGHTS_STRIDE];
   threadgroup T shared[staged ? 32 * (of_keys > of_values ? of_keys : of_values) : 1];
   const Block block = attention_block(lengths, int(at.z) / key_heads, inputs, group, window);
-  if (block.length < 0 || block.end > capacity) {
+  if (!in_cache(block, capacity)) {
     return;
   }
   const size_t columns = size_t(at.z) * block.columns;
@@ -96,7 +96,7 @@ template <typename T, int Dv>
       out,
       block,
       has_sinks,
-      block.length >= 0 && block.end <= capacity,
+      in_cache(block, capacity),
       head % heads,
       chunks,
       column,
@@ -133,8 +133,10 @@ template <typename T, int Dv>
 ATTENTION(float)
 ATTENTION(half)
 ATTENTION(bfloat)
+DIMS(ATTEND, half, 2, 1, true)
 DIMS(ATTEND, half, 2, 2, true)
 DIMS(ATTEND, half, 2, 4, true)
+DIMS(ATTEND, bfloat, 2, 1, true)
 DIMS(ATTEND, bfloat, 2, 2, true)
 DIMS(ATTEND, bfloat, 2, 4, true)
 #endif

@@ -66,8 +66,7 @@ mx::array cuda::verify_attention(
   const std::string block =
       "Block block; block.length = lengths[b]; block.inputs = T_;"
       " block.end = block.length + T_; block.window = window; block.causal = causal;"
-      " block.has_mask = has_mask; const bool in_range = block.length >= 0 && block.end <= "
-      "capacity;";
+      " block.has_mask = has_mask; const bool in_range = in_cache(block, capacity);";
   std::vector<std::string> names = {"q", "k", "v", "lengths"};
   std::vector<mx::array> given = {q, k, v, lengths};
   if (parts.has_mask) {
