@@ -43,6 +43,13 @@ def from_mx(x: mx.array) -> np.ndarray:
     return np.array(x.view(mx.uint16) if x.dtype == mx.bfloat16 else x)
 
 
+def nan_filled(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
+    """Memory that nobody has written: NaN in every dtype."""
+    x = np.empty(shape, dtype)
+    x.reshape(-1).view(np.uint8)[:] = 0xFF
+    return x
+
+
 @functools.cache
 def shader(name: str, only: Sequence[str] = (), contract: str = "on") -> Library:
     """metal/<name>.metal for the emulator: the kernels whose names start with one of `only`."""
@@ -224,6 +231,129 @@ def kv_write(
         + [np.int32(n) for n in (heads, capacity, given, dim)],
         [dim, given, batch * heads],
         [32, 4, 1],
+        schedule=schedule,
+    )
+    return out
+
+
+def verify_matmul(
+    x: np.ndarray,
+    weight: np.ndarray,
+    scales: np.ndarray | None = None,
+    biases: np.ndarray | None = None,
+    bias: np.ndarray | None = None,
+    indices: np.ndarray | None = None,
+    *,
+    bits: int = 4,
+    tiles: int = 1,
+    column_tiles: int | None = None,
+    schedule: int = 0,
+    contract: str = "on",
+) -> np.ndarray:
+    """verify_matmul, or with `indices` verify_gather_matmul. x and bias are in the result's dtype.
+
+    `tiles` and `column_tiles` are the sizes of a threadgroup's part; without them the host's.
+    """
+    kind, depth, outputs = KIND_OF[x.dtype], x.shape[-1], weight.shape[-2]
+    rows = x.size // depth
+    pairs = 1 if indices is None else indices.size
+    if column_tiles is None:
+        column_tiles = 1 if indices is not None or rows <= 8 else 2 if rows <= 16 else 4
+    lead = x.shape[:-1] if indices is None else indices.shape
+    out = nan_filled((*lead, outputs), x.dtype)
+    experts = 1 if indices is None else len(weight)
+    repeat = 1 if indices is None else pairs // rows
+    buffers = {0: x, 1: weight, 4: out}
+    if bias is not None:
+        buffers[2] = bias
+    if indices is not None:
+        buffers[3] = indices.astype(np.int32)
+    sizes = (rows, outputs, depth, experts, repeat)
+    buffers |= {5 + i: np.int32(size) for i, size in enumerate(sizes)}
+    if scales is None:
+        name = f"verify_matmul_dense_{kind}_{KIND_OF[weight.dtype]}"
+    else:
+        assert biases is not None
+        group = depth // scales.shape[-1]
+        name = f"verify_matmul_affine_{kind}_{KIND_OF[scales.dtype]}_{bits}_{group}"
+        buffers |= {10: scales, 11: biases}
+    name += f"_{tiles}_{column_tiles}"
+    row_blocks = 1 if pairs > 1 else math.ceil(rows / (8 * column_tiles))
+    shader("verify_matmul", (name,), contract).run(
+        name,
+        buffers,
+        [math.ceil(outputs / (16 * tiles)) * pairs, row_blocks, 1],
+        [32, 8, 1],
+        groups=True,
+        constants={0: bias is not None, 1: indices is not None},
+        schedule=schedule,
+    )
+    return out
+
+
+def verify_attention(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None = None,
+    causal: bool = True,
+    mask: np.ndarray | None = None,
+    sinks: np.ndarray | None = None,
+    *,
+    staged: bool | None = None,
+    simdgroups: int | None = None,
+    schedule: int = 0,
+    contract: str = "on",
+) -> np.ndarray:
+    """verify_attention: its two kernels, with NaN between them where nobody writes.
+
+    `staged` and `simdgroups` pick how the columns are shared out; without them the host's choice.
+    """
+    kind = KIND_OF[q.dtype]
+    batch, heads, inputs, key_dim = q.shape
+    key_heads, capacity = k.shape[1:3]
+    value_dim = v.shape[3]
+    columns, chunks = heads // key_heads * inputs, math.ceil(capacity / 256)
+    if staged is None:
+        staged = kind != "float" and columns > 8
+    if simdgroups is None:
+        simdgroups = 1 if not staged else 2 if columns <= 32 else 4
+    tiles = 2 if staged else 1
+    partial = nan_filled((batch, heads, inputs, chunks, value_dim), np.float32)
+    statistics = nan_filled((batch, heads, inputs, chunks, 2), np.float32)
+    out = nan_filled((batch, heads, inputs, value_dim), q.dtype)
+    at = np.array(lengths, np.int32)
+    constants = {0: mask is not None, 1: causal, 2: sinks is not None}
+    name = f"attend_chunk_{kind}_{key_dim}_{value_dim}_{tiles}_{simdgroups}_{str(staged).lower()}"
+    buffers = {0: q, 1: k, 2: v, 3: at, 5: partial, 6: statistics, 13: np.float32(scale)}
+    if mask is not None:
+        buffers[4] = mask
+    sizes = (inputs, key_heads, heads // key_heads, capacity, chunks, window or 0)
+    buffers |= {7 + i: np.int32(size) for i, size in enumerate(sizes)}
+    shader("verify_attention", (name,), contract).run(
+        name,
+        buffers,
+        [math.ceil(columns / (8 * tiles * simdgroups)), chunks, batch * key_heads],
+        [32, simdgroups, 1],
+        groups=True,
+        constants=constants,
+        schedule=schedule,
+    )
+    name = f"combine_chunks_{kind}_{value_dim}"
+    buffers = {0: partial, 1: statistics, 2: at, 4: out}
+    if sinks is not None:
+        buffers[3] = sinks
+    sizes = (inputs, heads, capacity, chunks, window or 0)
+    buffers |= {5 + i: np.int32(size) for i, size in enumerate(sizes)}
+    shader("verify_attention", (name,), contract).run(
+        name,
+        buffers,
+        [batch * heads * inputs, value_dim // 32, 1],
+        [32, 16, 1],
+        groups=True,
+        constants=constants,
         schedule=schedule,
     )
     return out
