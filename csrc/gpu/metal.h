@@ -13,6 +13,9 @@ namespace dflash::metal {
 
 void allocate(std::vector<mx::array>& outputs);
 
+/// Of the GPU: 13 is M1, 14 M2, and so on.
+int generation(mx::Stream stream);
+
 /// One dispatch of one kernel.
 class Launch {
  public:

@@ -14,8 +14,8 @@ namespace {
 constexpr int kChunk = 256, kStripes = 16;  // as in the shader
 
 struct Dims {
-  int batch, heads, key_heads, inputs, capacity, key_dim, value_dim, window;
-  Dims(const AttentionParts& parts, const std::vector<mx::array>& operands)
+  int batch, heads, key_heads, inputs, capacity, key_dim, value_dim, window, most_simdgroups;
+  Dims(const AttentionParts& parts, const std::vector<mx::array>& operands, mx::Stream stream)
       : batch(operands[0].shape(0)),
         heads(operands[0].shape(1)),
         key_heads(operands[1].shape(1)),
@@ -23,7 +23,8 @@ struct Dims {
         capacity(operands[1].shape(2)),
         key_dim(operands[0].shape(3)),
         value_dim(operands[2].shape(3)),
-        window(parts.window == INT_MAX ? 0 : parts.window) {
+        window(parts.window == INT_MAX ? 0 : parts.window),
+        most_simdgroups(tiles_of(stream).attention) {
   }
   int group() const {
     return heads / key_heads;
@@ -41,7 +42,7 @@ struct Dims {
     return dtype != mx::float32 && columns() > 8;
   }
   int simdgroups(bool staged) const {
-    return staged ? tiles_for("attention", columns() <= 32 ? 2 : 4, 4) : 1;
+    return staged ? std::min(columns() <= 32 ? 2 : 4, most_simdgroups) : 1;
   }
   int column_blocks(bool staged) const {
     const int of_block = (staged ? 16 : 8) * simdgroups(staged);
@@ -59,7 +60,7 @@ struct Dims {
 
 mx::array cuda::verify_attention(
     const AttentionParts& parts, const std::vector<mx::array>& operands, mx::Stream stream) {
-  const Dims d(parts, operands);
+  const Dims d(parts, operands, stream);
   const auto &q = operands[0], &k = operands[1], &v = operands[2], &lengths = operands[3];
   const bool staged = d.staged(q.dtype());
   const int tiles = staged ? 2 : 1, simdgroups = d.simdgroups(staged);
@@ -154,7 +155,7 @@ mx::array cuda::verify_attention(
 
 void VerifyAttention::run_metal(
     const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
-  const Dims d(parts_, inputs);
+  const Dims d(parts_, inputs, stream());
   const auto& q = inputs[0];
   const std::string type = shader_type(q.dtype());
   const bool staged = d.staged(q.dtype());

@@ -15,14 +15,19 @@ constexpr int kSlices = 8;  // as in the shader
 /// bits do not depend on them.
 struct Dims {
   int rows, outputs, depth, experts, repeat, pairs, tiles, column_tiles;
-  Dims(const MatmulFormat& format, const mx::array& x, const mx::array& weight, size_t results)
+  Dims(
+      const MatmulFormat& format,
+      const mx::array& x,
+      const mx::array& weight,
+      size_t results,
+      mx::Stream stream)
       : rows(int(x.size() / format.inputs)),
         outputs(format.outputs),
         depth(format.inputs),
         experts(format.gathers ? weight.shape(0) : 1),
         repeat(format.gathers ? int(results / format.outputs) / rows : 1),
         pairs(format.gathers ? int(results / format.outputs) : 1),
-        tiles(tiles_for("matmul", outputs >= 65536 && !format.group_size ? 2 : 1, 2)),
+        tiles(outputs >= 65536 && !format.group_size ? tiles_of(stream).matmul : 1),
         column_tiles(
             format.gathers || rows <= 8 ? 1
             : rows <= 16                ? 2
@@ -47,7 +52,7 @@ mx::array cuda::verify_matmul(
   const auto dtype = operands[0].dtype();
   size_t results = 1;
   for (int n : shape) results *= n;
-  const Dims d(format, operands[0], weight, results);
+  const Dims d(format, operands[0], weight, results, stream);
   std::vector<std::string> names = {"x", "weight"};
   std::vector<mx::array> given = {mx::reshape(operands[0], {d.rows, d.depth}, stream), weight};
   size_t next = 2;
@@ -110,7 +115,7 @@ mx::array cuda::verify_matmul(
 void VerifyMatmul::run_metal(
     const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) {
   const auto &x = inputs[0], &weight = inputs[1];
-  const Dims d(format_, x, weight, outputs[0].size());
+  const Dims d(format_, x, weight, outputs[0].size(), stream());
   const std::string type = shader_type(outputs[0].dtype());
   const auto& values = format_.group_size ? inputs[2] : weight;
   const std::string sizes[] = {
