@@ -48,7 +48,9 @@ def test_json_ends_with_one_object(short, pair):
     assert (found["prompts"], found["max_tokens"], found["exact"]) == (2, 12, True)
     assert found["differ_bf16"] == found["differ_4bit"] == 0
     assert 2 <= found["rejections"] <= found["rounds"] <= 2 * 24
-    assert {"differs_from_stock_bf16", "sha256_bf16", "differences_bf16"} <= found.keys()
+    assert {"differs_from_stock_bf16", "sha256_bf16", "first_differ_bf16"} <= found.keys()
+    found_without = json.loads(run("--max-tokens", 12, "--json", "--no-stock").stdout)
+    assert found_without == {k: v for k, v in found.items() if "from_stock" not in k}
     digest = hashlib.sha256()
     for prompt in PROMPTS:
         ids = pair[1].encode(prompt.text)

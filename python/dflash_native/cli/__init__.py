@@ -176,6 +176,13 @@ def verify_command(
     prompts: Annotated[int, typer.Option(help="Most prompts to run.")] = 20,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate for each.")] = 128,
     exact: _Exact = True,
+    stock: Annotated[
+        bool,
+        typer.Option(
+            "--stock/--no-stock",
+            help="Run mlx-lm too. On a CPU its quantised products are slow.",
+        ),
+    ] = True,
     json: _Json = False,
 ) -> None:
     """Compare plain decoding, speculative decoding and stock mlx-lm, token by token.
@@ -194,5 +201,6 @@ def verify_command(
             prompts=prompts,
             max_tokens=max_tokens,
             exact=exact,
+            stock=stock,
             as_json=json,
         )

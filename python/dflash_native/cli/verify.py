@@ -59,7 +59,8 @@ class Outcome:
     """What one variant showed over all prompts."""
 
     speculative: list[Difference]
-    stock: list[Difference]
+    stock: list[Difference] | None
+    """None where mlx-lm was left out."""
     rounds: int = 0
     rejections: int = 0
     digest: str = ""
@@ -74,6 +75,7 @@ def run(
     prompts: int,
     max_tokens: int,
     exact: bool,
+    stock: bool,
     as_json: bool,
 ) -> None:
     """Compare and print; exits with 1 where drafts changed a token."""
@@ -86,7 +88,7 @@ def run(
     chosen = _prompts(prompt_file)[:prompts]
     outcomes = {}
     for variant in _variants(model, draft, exact):
-        outcomes[variant.name] = outcome = compare(variant, chosen, max_tokens)
+        outcomes[variant.name] = outcome = compare(variant, chosen, max_tokens, stock)
         if not as_json:
             _print(variant, outcome, len(chosen))
     if as_json:
@@ -105,9 +107,11 @@ def run(
         raise typer.Exit(1)
 
 
-def compare(variant: Variant, prompts: Sequence[Prompt], max_tokens: int) -> Outcome:
-    """Decode every prompt in the three ways."""
-    outcome, hashed = Outcome([], []), hashlib.sha256()
+def compare(
+    variant: Variant, prompts: Sequence[Prompt], max_tokens: int, stock: bool = True
+) -> Outcome:
+    """Decode every prompt plainly, with drafts and, unless `stock` is False, by mlx-lm."""
+    outcome, hashed = Outcome([], [] if stock else None), hashlib.sha256()
     target, tokenizer = variant.target, variant.tokenizer
     for prompt in prompts:
         ids = list(tokenizer.encode(prompt.text))
@@ -115,12 +119,10 @@ def compare(variant: Variant, prompts: Sequence[Prompt], max_tokens: int) -> Out
             plain = measure.decode(target, tokenizer, ids, max_tokens).tokens
             drafter = variant.drafter or Rehearsal([*ids, *plain])
             drafted = measure.decode(target, tokenizer, ids, max_tokens, drafter)
-            stock = _mlx_lm(variant, ids, plain, max_tokens)
-            for tokens, found in (
-                (drafted.tokens, outcome.speculative),
-                (stock, outcome.stock),
-            ):
-                found.extend(_differences(target, prompt.name, ids, plain, tokens))
+            outcome.speculative += _differences(target, prompt.name, ids, plain, drafted.tokens)
+            if outcome.stock is not None:
+                tokens = _mlx_lm(variant, ids, plain, max_tokens)
+                outcome.stock += _differences(target, prompt.name, ids, plain, tokens)
         hashed.update(json.dumps(plain).encode())
         outcome.rounds += drafted.stats.rounds
         outcome.rejections += drafted.stats.rejections
@@ -225,19 +227,23 @@ def _top_gap(target: Target, prompt: list[int], at: int) -> float:
 
 
 def _fields(name: str, outcome: Outcome) -> dict[str, Any]:
-    return {
-        f"differ_{name}": len(outcome.speculative),
-        f"differs_from_stock_{name}": len(outcome.stock),
-        f"sha256_{name}": outcome.digest,
-        f"differences_{name}": [asdict(each) for each in outcome.speculative],
-        f"differences_from_stock_{name}": [asdict(each) for each in outcome.stock],
-    }
+    found: dict[str, Any] = {f"sha256_{name}": outcome.digest}
+    for key, differences in (
+        ("differ", outcome.speculative),
+        ("differs_from_stock", outcome.stock),
+    ):
+        if differences is not None:
+            found[f"{key}_{name}"] = len(differences)
+            found[f"first_{key}_{name}"] = [asdict(each) for each in differences]
+    return found
 
 
 def _print(variant: Variant, outcome: Outcome, prompts: int) -> None:
     console = out()
     console.print(variant.name, style="bold")
     for what, found in (("speculative", outcome.speculative), ("stock mlx-lm", outcome.stock)):
+        if found is None:
+            continue
         same = prompts - len(found)
         console.print(f"  {what}: the tokens of plain decoding in {same} of {prompts} prompts")
         for each in found:
