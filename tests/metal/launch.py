@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
@@ -291,6 +291,57 @@ def verify_matmul(
     return out
 
 
+def attend_chunks(
+    q: np.ndarray,
+    k: np.ndarray,
+    v: np.ndarray,
+    lengths: Sequence[int],
+    scale: float,
+    window: int | None = None,
+    causal: bool = True,
+    mask: np.ndarray | None = None,
+    *,
+    staged: bool | None = None,
+    simdgroups: int | None = None,
+    schedule: int = 0,
+    contract: str = "on",
+) -> tuple[np.ndarray, np.ndarray]:
+    """The first kernel of verify_attention: sums [B, Hq, T, chunks, Dv] and statistics
+    [B, Hq, T, chunks, 2] of each chunk, NaN where nobody writes.
+
+    `staged` and `simdgroups` pick how the columns are shared out; without them the host's choice.
+    """
+    kind = KIND_OF[q.dtype]
+    batch, heads, inputs, key_dim = q.shape
+    key_heads, capacity, value_dim = k.shape[1], k.shape[2], v.shape[3]
+    group, chunks = heads // key_heads, math.ceil(capacity / 256)
+    columns = group * inputs
+    if staged is None:
+        staged = kind != "float" and columns > 8
+    if simdgroups is None:
+        simdgroups = 1 if not staged else 2 if columns <= 32 else 4
+    tiles = 2 if staged else 1
+    partial = nan_filled((batch, heads, inputs, chunks, value_dim), np.float32)
+    statistics = nan_filled((batch, heads, inputs, chunks, 2), np.float32)
+    buffers = {0: q, 1: k, 2: v, 3: np.array(lengths, np.int32), 5: partial, 6: statistics}
+    if mask is not None:
+        buffers[4] = mask
+    sizes = (inputs, key_heads, group, capacity, chunks, window or 0)
+    buffers |= {7 + i: np.int32(size) for i, size in enumerate(sizes)}
+    buffers[13] = np.float32(scale)
+    name = f"attend_chunk_{kind}_{key_dim}_{value_dim}_{tiles}_{simdgroups}_{str(staged).lower()}"
+    shader("verify_attention", (name,), contract).run(
+        name,
+        buffers,
+        [math.ceil(columns / (8 * tiles * simdgroups)), chunks, batch * key_heads],
+        [32, simdgroups, 1],
+        groups=True,
+        constants={0: mask is not None, 1: causal},
+        schedule=schedule,
+    )
+    return partial, statistics
+
+
 def verify_attention(
     q: np.ndarray,
     k: np.ndarray,
@@ -302,58 +353,32 @@ def verify_attention(
     mask: np.ndarray | None = None,
     sinks: np.ndarray | None = None,
     *,
-    staged: bool | None = None,
-    simdgroups: int | None = None,
     schedule: int = 0,
     contract: str = "on",
+    **shared_out: Any,
 ) -> np.ndarray:
-    """verify_attention: its two kernels, with NaN between them where nobody writes.
-
-    `staged` and `simdgroups` pick how the columns are shared out; without them the host's choice.
-    """
-    kind = KIND_OF[q.dtype]
-    batch, heads, inputs, key_dim = q.shape
-    key_heads, capacity = k.shape[1:3]
-    value_dim = v.shape[3]
-    columns, chunks = heads // key_heads * inputs, math.ceil(capacity / 256)
-    if staged is None:
-        staged = kind != "float" and columns > 8
-    if simdgroups is None:
-        simdgroups = 1 if not staged else 2 if columns <= 32 else 4
-    tiles = 2 if staged else 1
-    partial = nan_filled((batch, heads, inputs, chunks, value_dim), np.float32)
-    statistics = nan_filled((batch, heads, inputs, chunks, 2), np.float32)
-    out = nan_filled((batch, heads, inputs, value_dim), q.dtype)
-    at = np.array(lengths, np.int32)
-    constants = {0: mask is not None, 1: causal, 2: sinks is not None}
-    name = f"attend_chunk_{kind}_{key_dim}_{value_dim}_{tiles}_{simdgroups}_{str(staged).lower()}"
-    buffers = {0: q, 1: k, 2: v, 3: at, 5: partial, 6: statistics, 13: np.float32(scale)}
-    if mask is not None:
-        buffers[4] = mask
-    sizes = (inputs, key_heads, heads // key_heads, capacity, chunks, window or 0)
-    buffers |= {7 + i: np.int32(size) for i, size in enumerate(sizes)}
-    shader("verify_attention", (name,), contract).run(
-        name,
-        buffers,
-        [math.ceil(columns / (8 * tiles * simdgroups)), chunks, batch * key_heads],
-        [32, simdgroups, 1],
-        groups=True,
-        constants=constants,
+    """verify_attention. `shared_out`: the options of `attend_chunks` that change no bits."""
+    partial, statistics = attend_chunks(
+        *(q, k, v, lengths, scale, window, causal, mask),
         schedule=schedule,
+        contract=contract,
+        **shared_out,
     )
-    name = f"combine_chunks_{kind}_{value_dim}"
-    buffers = {0: partial, 1: statistics, 2: at, 4: out}
+    batch, heads, inputs, chunks, value_dim = partial.shape
+    out = nan_filled((batch, heads, inputs, value_dim), q.dtype)
+    buffers = {0: partial, 1: statistics, 2: np.array(lengths, np.int32), 4: out}
     if sinks is not None:
         buffers[3] = sinks
-    sizes = (inputs, heads, capacity, chunks, window or 0)
+    sizes = (inputs, heads, k.shape[2], chunks, window or 0)
     buffers |= {5 + i: np.int32(size) for i, size in enumerate(sizes)}
+    name = f"combine_chunks_{KIND_OF[q.dtype]}_{value_dim}"
     shader("verify_attention", (name,), contract).run(
         name,
         buffers,
         [batch * heads * inputs, value_dim // 32, 1],
         [32, 16, 1],
         groups=True,
-        constants=constants,
+        constants={0: mask is not None, 1: causal, 2: sinks is not None},
         schedule=schedule,
     )
     return out

@@ -19,6 +19,7 @@ from dflash_native import reference
 from dflash_native.tape import Tape as ReferenceTape
 
 from . import SCHEDULES, BenchError, launch, lint
+from .compare import ULP, close, nudged, same
 from .launch import (
     KINDS,
     Inputs,
@@ -37,7 +38,6 @@ from .launch import (
 from .tools import SHADERS
 
 LENGTHS = (1, 3, 16)
-ULP = {"float": 2.0**-23, "half": 2.0**-10, "bfloat": 2.0**-7}
 BATCH, KEY_HEADS, VALUE_HEADS = 2, 1, 2
 # no sum in an order of the hardware's: its bits are nobody's promise
 ORDER_OF_NOBODY = ("air.simd_sum", "air.simd_product", "air.simd_prefix", "air.quad_sum", "air.dot")
@@ -63,11 +63,6 @@ def test_check(name: str) -> None:
     assert not [b for b in facts.builtins if b.startswith(ORDER_OF_NOBODY)]
 
 
-def same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
-    """Same bits."""
-    return a is b or (a is not None and b is not None and a.tobytes() == b.tobytes())
-
-
 def equal(a: Outputs, b: Outputs) -> bool:
     """Same bits everywhere."""
     return all(same(x, y) for x, y in zip(a, b, strict=True))
@@ -78,12 +73,6 @@ def on_every_schedule(run: Callable[[int], Outputs]) -> Outputs:
     first, *others = (run(schedule) for schedule in SCHEDULES)
     assert all(equal(first, other) for other in others), "schedules disagree"
     return first
-
-
-def close(got: np.ndarray, expected: np.ndarray, tolerance: float) -> bool:
-    """Root mean square of the error against that of the expected values."""
-    error = np.sqrt(np.mean((got - expected) ** 2))
-    return bool(error <= tolerance * np.sqrt(np.mean(expected**2)))
 
 
 def recurrence(
@@ -133,12 +122,6 @@ def wide(state: np.ndarray, inputs: Inputs, schedule: int = 0) -> Outputs:
     step = gated_delta(state, inputs, commits=True, schedule=schedule)
     assert same(step.y, seen.y) and step.delta is None and seen.state is None
     return seen._replace(state=step.state)
-
-
-def nudged(x: np.ndarray) -> np.ndarray:
-    """The same array, every element one unit in the last place away."""
-    bits = np.uint32 if x.dtype == np.float32 else np.uint16
-    return (x.view(bits) + bits(1)).view(x.dtype)
 
 
 @every_variant(LENGTHS)
