@@ -192,6 +192,20 @@ def test_other_rows_of_the_block_do_not_reach_a_row(backend, value):
                 assert same(bad[:, :, t], block[:, :, t])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=name)
+@pytest.mark.parametrize("value", [mx.nan, mx.inf, -mx.inf], ids=str)
+def test_bits_where_the_history_is_not_finite(backend, value, dtype):
+    """C1: on a GPU infinity stayed infinity for a row alone, and became NaN in a block."""
+    q, k, v = attention_inputs(1, 4, 2, 5, 300, 32, dtype=dtype)
+    v[:, :, 3] = value
+    for length, window in ((30, None), (38, 39)):
+        block = ops.verify_attention(q, k, v, [length], 0.2, window)
+        assert same(block, one_at_a_time(q, k, v, length, 0.2, window))
+        seen = mx.array([window is None or length + t - 3 < window for t in range(5)])
+        assert mx.array_equal(mx.isfinite(block).any((0, 1, 3)), ~seen)
+        assert mx.array_equal(mx.isfinite(block).all((0, 1, 3)), ~seen)
+
+
 def test_a_mask_is_what_it_says(backend):
     """The causal mask as a mask, the full one, and each row of a tree as a chain of its own."""
     q, k, v = attention_inputs(1, 4, 2, 6, 280, 64, dtype=mx.bfloat16)
@@ -289,7 +303,7 @@ def test_instruction_sets_and_thread_counts_give_the_same_bits():
 
 def test_device_lengths_are_checked(backend):
     q, k, v = attention_inputs(2, 2, 1, 3, 10, 32)
-    for bad in (8, -1):
+    for bad in (8, -1, 2**31 - 1):
         lengths = mx.array([2, bad])
         if backend == "cpu":
             with pytest.raises(

@@ -54,6 +54,11 @@ KINDS = [pytest.param(dtype, None, 64, id=name(dtype)) for dtype in DTYPES] + [
 """Dense weights of each dtype, and each way to quantise."""
 
 
+def skip_unless_cpu(backend):
+    if backend != "cpu":
+        pytest.skip("packed weights are the CPU's")
+
+
 def packings(backend, weight):
     """What a weight is handed over as: MLX's arrays, and packed where the CPU runs."""
     calls = {"rows": weight.multiply}
@@ -244,7 +249,8 @@ def test_device_indices_are_checked(backend):
             assert mx.all(mx.isnan(out[1, 1])) and not mx.any(mx.isnan(out[[0, 2]]))
 
 
-def test_packed_weights_are_as_large_as_the_model_and_read_like_it():
+def test_packed_weights_are_as_large_as_the_model_and_read_like_it(backend):
+    skip_unless_cpu(backend)
     for dtype, bits in ((mx.bfloat16, None), (mx.float32, None), (mx.float16, 4), (mx.bfloat16, 8)):
         weight = Weight(draw(dtype, 64, 256), bits)
         packed = weight.packed
@@ -290,7 +296,8 @@ def run(scale="1.0", **environment):
     return done.stdout.split()
 
 
-def test_instruction_sets_and_thread_counts_give_the_same_bits():
+def test_instruction_sets_and_thread_counts_give_the_same_bits(backend):
+    skip_unless_cpu(backend)
     isa, _, digest = run()
     for threads in ("1", "3"):
         assert run(DFLASH_NATIVE_NUM_THREADS=threads) == [isa, threads, digest]
@@ -382,7 +389,8 @@ def test_bad_gathers_are_refused():
             gather(*arguments)
 
 
-def test_bad_packed_weights_are_refused():
+def test_bad_packed_weights_are_refused(backend):
+    skip_unless_cpu(backend)
     dense = mx.zeros((20, 32))
     q, s, b = mx.quantize(mx.zeros((20, 64)), bits=8)
     for arguments, message in [

@@ -26,8 +26,9 @@ def test_check_reports_every_bad_line_and_no_other(name: str) -> None:
     assert lines(found) == bad, found
 
 
-def test_check_accepts_sound_kernels() -> None:
-    assert check(CASES / "faults.metal") == []
+@pytest.mark.parametrize("name", ["faults", "must_pass"])
+def test_check_accepts_sound_kernels(name: str) -> None:
+    assert check(CASES / f"{name}.metal") == []
 
 
 def test_check_tries_every_language_version(tmp_path: Path) -> None:

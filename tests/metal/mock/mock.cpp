@@ -1,12 +1,14 @@
 // Members of MLX's metal::Device and metal::CommandEncoder (the real classes of device.h) on the
 // emulator: get_library compiles the shader with the bench, dispatch_* runs it at once on the
-// arrays' memory. DFLASH_METAL_SCHEDULE is 0, 1 or 2.
+// arrays' memory. DFLASH_METAL_SCHEDULE is 0, 1 or 2; with DFLASH_METAL_TRACE the kernels that run
+// are named on stderr.
 #include <dlfcn.h>
 #include <unistd.h>
 
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <iostream>
 #include <map>
 #include <sstream>
 #include <stdexcept>
@@ -45,6 +47,7 @@ void run(MTL::Size grid, MTL::Size threads, int grid_is_threadgroups) {
   if (threads.width * threads.height * threads.depth > 1024) {
     fail(e.kernel->name + ": threadgroup larger than 1024 threads");
   }
+  if (getenv("DFLASH_METAL_TRACE")) std::cerr << e.kernel->name << std::endl;
   uint64_t buffers[31];
   for (int i : e.kernel->indices) {
     if (!e.buffers[i]) fail(e.kernel->name + ": buffer " + std::to_string(i) + " is not set");
