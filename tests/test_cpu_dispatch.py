@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
 
-from dflash_native import _native
+from dispatch import check_same_bits, run
 
 PROGRAM = """
 import hashlib
@@ -32,35 +28,15 @@ print(_native.extension.cpu_isa(), _native.extension.cpu_threads(), digest.hexdi
 """
 
 
-def run(scale="0.1", **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("SCALE", scale)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
 def test_instruction_sets_and_thread_counts_give_the_same_bits():
-    isa, _, digest = run()
-    assert isa == _native.extension.cpu_isa()
-    for threads in ("1", "3"):
-        other = run(DFLASH_NATIVE_NUM_THREADS=threads)
-        assert other == [isa, threads, digest]
-    if isa in ("avx2", "avx512"):
-        assert run(DFLASH_NATIVE_ISA="baseline")[::2] == ["baseline", digest]
-    if isa == "avx512":
-        assert run(DFLASH_NATIVE_ISA="avx2")[::2] == ["avx2", digest]
-    assert run(scale="0.1001")[2] != digest  # the control
+    check_same_bits(PROGRAM, "0.1", "0.1001")
 
 
 def test_an_instruction_set_that_is_not_there_is_refused():
     with pytest.raises(AssertionError, match=r"\[DFLASH_NATIVE_ISA\] expected an instruction set"):
-        run(DFLASH_NATIVE_ISA="sparc")
+        run(PROGRAM, "0.1", DFLASH_NATIVE_ISA="sparc")
     for threads in ("0", "-3", "two", "99999", ""):
         with pytest.raises(
             AssertionError, match=r"\[DFLASH_NATIVE_NUM_THREADS\] expected a number"
         ):
-            run(DFLASH_NATIVE_NUM_THREADS=threads)
+            run(PROGRAM, "0.1", DFLASH_NATIVE_NUM_THREADS=threads)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import mlx.core as mx
 import pytest
 from mlx_lm.models.activations import swiglu
 from mlx_lm.models.qwen3_next import Qwen3NextRMSNormGated
 
-from dflash_native import _native, ops, reference, rowwise
+from dflash_native import ops, reference, rowwise
+from dispatch import check_same_bits
 from inputs import DTYPES, error, name, same
 
 EPS = 1e-6
@@ -258,27 +255,8 @@ print(_native.extension.cpu_isa(), _native.extension.cpu_threads(), digest.hexdi
 """
 
 
-def run(scale="2.0", **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("SCALE", scale)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
 def test_instruction_sets_and_thread_counts_give_the_same_bits():
-    isa, _, digest = run()
-    assert isa == _native.extension.cpu_isa()
-    for threads in ("1", "2", "3"):
-        assert run(DFLASH_NATIVE_NUM_THREADS=threads) == [isa, threads, digest]
-    if isa in ("avx2", "avx512"):
-        assert run(DFLASH_NATIVE_ISA="baseline")[::2] == ["baseline", digest]
-    if isa == "avx512":
-        assert run(DFLASH_NATIVE_ISA="avx2")[::2] == ["avx2", digest]
-    assert run(scale="2.01")[2] != digest  # the control
+    check_same_bits(PROGRAM, "2.0", "2.01")
 
 
 @pytest.mark.skipif(mx.default_device() != mx.cpu, reason="MLX's own checks and messages")

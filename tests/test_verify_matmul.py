@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import mlx.core as mx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dflash_native import ops, reference
+from dispatch import check_same_bits
 from inputs import DTYPES, error, name, same
 
 LIMITS = {mx.float32: 2e-6, mx.float16: 6e-4, mx.bfloat16: 5e-3}
@@ -285,25 +282,9 @@ print(_native.extension.cpu_isa(), _native.extension.cpu_threads(), digest.hexdi
 """
 
 
-def run(scale="1.0", **environment):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.replace("SCALE", scale)],
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
-
-
 def test_instruction_sets_and_thread_counts_give_the_same_bits(backend):
     skip_unless_cpu(backend)
-    isa, _, digest = run()
-    for threads in ("1", "3"):
-        assert run(DFLASH_NATIVE_NUM_THREADS=threads) == [isa, threads, digest]
-    for other in {"avx512": ("avx2", "baseline"), "avx2": ("baseline",)}.get(isa, ()):
-        assert run(DFLASH_NATIVE_ISA=other)[::2] == [other, digest]
-    assert run(scale="1.001")[2] != digest  # the control
+    check_same_bits(PROGRAM, "1.0", "1.001")
 
 
 @settings(
