@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import mlx.core as mx
 
@@ -24,9 +24,9 @@ class Round:
     """`[len(tokens), V]`: row i is the distribution that `tokens[i]` is the argmax of. Lazy."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Stats:
-    """Sums over a session's rounds."""
+    """Sums over a session's rounds; each round makes a new one."""
 
     rounds: int = 0
     tokens: int = 0
@@ -52,16 +52,16 @@ class Stats:
         """Accepted ÷ drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
-    def count(self, drafted: int, accepted: int) -> None:
-        """Add one round."""
-        self.rounds += 1
-        self.tokens += accepted + 1
-        self.drafted += drafted
-        self.accepted += accepted
-        self.rejections += accepted < drafted
-        missing = drafted - len(self.drafted_at)
-        self.drafted_at.extend([0] * missing)
-        self.accepted_at.extend([0] * missing)
-        for at in range(drafted):
-            self.drafted_at[at] += 1
-            self.accepted_at[at] += at < accepted
+    def counted(self, drafted: int, accepted: int) -> Stats:
+        """These sums and one round more."""
+        missing = [0] * (drafted - len(self.drafted_at))
+        return replace(
+            self,
+            rounds=self.rounds + 1,
+            tokens=self.tokens + accepted + 1,
+            drafted=self.drafted + drafted,
+            accepted=self.accepted + accepted,
+            rejections=self.rejections + (accepted < drafted),
+            drafted_at=[n + (i < drafted) for i, n in enumerate(self.drafted_at + missing)],
+            accepted_at=[n + (i < accepted) for i, n in enumerate(self.accepted_at + missing)],
+        )

@@ -16,7 +16,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import cast
 
@@ -97,8 +97,8 @@ class Session:
         self._unfed: tuple[mx.array, int] | None = None
         """Taps of the last round and their position, until the draft gets those that were kept."""
         self._in_flight: list[_Verify] = []
-        self._finishing: tuple[_Verify, list[int], list[int]] | None = None
-        """A round that was read: its verify, its tokens, and `tokens` before it."""
+        self._finishing: tuple[_Verify, list[int], list[int], Stats] | None = None
+        """A round that was read: its verify, its tokens, `tokens` before it, `stats` after it."""
         self._closed = False
         self._broken: str | None = None
 
@@ -158,14 +158,17 @@ class Session:
         count = min(self._prefill_step, left)
         chunk = mx.array(feed[done : done + count], dtype=mx.int32)[None]
         rows = self._context_rows(left, count)
-        _, taps = self.target.forward(
-            chunk, self._cache, commit=True, tap_layers=self._tap_layers if rows else ()
-        )
-        arrays = self._cache.arrays()
-        if self._draft is not None and taps is not None:
-            self._feed(taps[:, count - rows :], start + done + count - rows)
-            arrays += self._draft.arrays()
-        self._evaluate(arrays)
+        try:
+            _, taps = self.target.forward(
+                chunk, self._cache, commit=True, tap_layers=self._tap_layers if rows else ()
+            )
+            if self._draft is not None and taps is not None:
+                self._feed(taps[:, count - rows :], start + done + count - rows)
+        except BaseException as error:
+            if rows and self._cache.lengths[0] != start + done:  # committed, but not fed
+                self._lose_context(error)
+            raise
+        self._evaluate(self._cache.arrays() + ([] if self._draft is None else self._draft.arrays()))
         mx.clear_cache()
 
     def round(self, limit: int | None = None) -> Round:
@@ -200,28 +203,29 @@ class Session:
         drafts, choice = rest[: verify.drafted], rest[verify.drafted :]
         tokens = choice[: accepted + 1]
         result = Round(tokens, drafts, accepted, verify.logits[0, : accepted + 1])
-        self._finishing = verify, tokens, self.tokens
+        stats = self.stats.counted(verify.drafted, accepted)
+        self._finishing = verify, tokens, self.tokens, stats
         try:
             self._finish()
         except BaseException:  # Ctrl-C: the round is over, so it is finished all the same
             self._finish()
             raise
-        self.stats.count(verify.drafted, accepted)
         return result
 
     def _finish(self) -> None:
         """Commit the round that the host has read. What was done already is not done again."""
         if self._finishing is None:
             return
-        verify, tokens, before = self._finishing
+        verify, tokens, before, stats = self._finishing
         if self._cache.lengths[0] == verify.position:
             self._cache.commit([len(tokens)])
         if self._in_flight and self._in_flight[0] is verify:
             del self._in_flight[0]
         if verify.taps is not None:
             self._unfed = verify.taps, verify.position
-        round_start, after = len(before), before + tokens
-        self._round_start, self.tokens, self._finishing = round_start, after, None
+        self._round_start = len(before)
+        # No call in this line: a Ctrl-C finds all of it done or none.
+        self.tokens, self.stats, self._finishing = before + tokens, stats, None
 
     def rewind(self, count: int) -> None:
         """Keep only the first `count` tokens of the last round, before anything else is called.
@@ -235,10 +239,17 @@ class Session:
                 f"[Session] expected rewind to keep 1 … {emitted} tokens of the last round "
                 f"but got {count}."
             )
-        if count < emitted:
+        if count == emitted:
+            return
+        less = emitted - count
+        tokens, stats = self.tokens[:-less], replace(self.stats, tokens=self.stats.tokens - less)
+        try:
             self._cache.amend([count])
-            del self.tokens[count - emitted :]
-            self.stats.tokens -= emitted - count
+        except BaseException:  # Ctrl-C: as in a round
+            self._cache.amend([count])
+            raise
+        finally:
+            self.tokens, self.stats = tokens, stats
 
     def flush(self) -> None:
         """Make the logical state real: every cache array then belongs to the same position."""
@@ -299,7 +310,7 @@ class Session:
 
     def _read(self, array: mx.array) -> list[int]:
         """The one place of a round where the host waits for the device."""
-        self.stats.synchronisations += 1
+        self.stats = replace(self.stats, synchronisations=self.stats.synchronisations + 1)
         with self._watched():
             return cast("list[int]", array.tolist())
 
@@ -335,9 +346,13 @@ class Session:
         assert self._draft is not None
         try:
             self._draft.extend(taps, position)
+            self._unfed = None
         except BaseException as error:
-            self._broken = f"the draft lost its context, {error!r}"
+            self._lose_context(error)
             raise
+
+    def _lose_context(self, error: BaseException) -> None:
+        self._broken = f"the draft lost its context, {error!r}"
 
     def _drop_in_flight(self) -> None:
         """Take back what the host has not read."""

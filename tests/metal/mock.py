@@ -57,7 +57,8 @@ def build() -> Path:
             run(cmake, *([] if same else ["--fresh"]), "-S", ROOT, "-B", work, "-GNinja", *defines)
             stamp.write_text(place)
             run(cmake, "--build", work, "--target", "_ext")
-            shutil.copyfile(work / name, folder / name)
+            for file in (name, "_built.py"):
+                shutil.copyfile(work / file, folder / file)
 
     return cached("mock", (place, _sources_hash()), make) / name
 

@@ -293,7 +293,7 @@ import mlx.core as mx
 mx.set_default_device(mx.cpu)
 from dflash_native import ops
 mx.random.seed(1)
-x, w = mx.random.normal((9, 64)), mx.random.normal((40, 64))
+x, w = mx.random.normal((9, 16)), mx.random.normal((65536, 16))
 q, k = mx.random.normal((1, 2, 9, 32)), mx.random.normal((1, 1, 40, 32))
 q, k = q.astype(mx.float16), k.astype(mx.float16)
 outs = ops.verify_matmul(x, w), ops.verify_attention(q, k, k, [20], 0.2)
