@@ -144,8 +144,14 @@ def test_demo_shows_text_and_table(loaded, pair):
 
 
 def decoded(tokens, seconds=1.0, rounds=1, accepted=(), drafted=()):
-    stats = Stats(rounds=rounds, tokens=len(tokens), drafted=sum(drafted), accepted=sum(accepted))
-    stats.accepted_at, stats.drafted_at = list(accepted), list(drafted)
+    stats = Stats(
+        rounds=rounds,
+        tokens=len(tokens),
+        drafted=sum(drafted),
+        accepted=sum(accepted),
+        drafted_at=list(drafted),
+        accepted_at=list(accepted),
+    )
     return measure.Decoded(tokens, seconds, stats)
 
 

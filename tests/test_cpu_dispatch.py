@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from dispatch import check_same_bits, run
@@ -40,3 +43,38 @@ def test_an_instruction_set_that_is_not_there_is_refused():
             AssertionError, match=r"\[DFLASH_NATIVE_NUM_THREADS\] expected a number"
         ):
             run(PROGRAM, "0.1", DFLASH_NATIVE_NUM_THREADS=threads)
+
+
+FAILURES = """
+import time
+import mlx.core as mx
+mx.set_default_device(mx.cpu)
+from dflash_native import ops
+window, x, ones = mx.zeros((1, 3, 64)), mx.zeros((1, 4, 64)), mx.ones((64, 64))
+failures = 0
+for i in range(150):
+    try:
+        mx.async_eval(ops.conv_window(window, x, mx.array([99])))
+        time.sleep(0.001)  # the error is there when the next operations are queued
+        for _ in range(i % 7):
+            mx.eval(ones + 1)
+        y = ones
+        for _ in range(40):
+            y = y @ ones
+        mx.eval(y)
+    except RuntimeError as error:
+        assert "expected keep[0]" in str(error)
+        failures += 1
+print(failures)
+"""
+
+
+def test_evaluations_that_fail_do_not_add_up_to_a_deadlock() -> None:
+    """MLX miscounts its tasks when an error surfaces in the middle of an evaluation, and waits for
+    ever from the eleventh time on. Before, this program hung after 55 failures.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", FAILURES], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) >= 150

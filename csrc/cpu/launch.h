@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 
 #include "mlx/allocator.h"
@@ -19,6 +20,14 @@ inline void allocate(std::vector<mx::array>& outputs) {
   }
 }
 
+/// Whether work has failed since `recount`.
+extern std::atomic<bool> failed;
+
+/// Puts MLX's count of running tasks right. MLX 0.32.4 adds to it and then throws where an error of
+/// earlier work surfaces while it queues every tenth operation; once the count is eleven too high,
+/// it waits for ever.
+void recount(mx::Stream stream);
+
 /// `work` runs on the stream's thread, after what was queued before it. If it throws, the outputs
 /// are filled with NaN and the error surfaces at an evaluation on that stream.
 template <typename Work>
@@ -27,10 +36,12 @@ void dispatch(mx::Stream stream, std::vector<mx::array>& outputs, Work&& work) {
   for (auto& out : outputs) {
     memory.emplace_back(out.data<char>(), out.nbytes());
   }
+  if (failed.load(std::memory_order_relaxed)) recount(stream);
   mx::cpu::get_command_encoder(stream).dispatch([memory, work = std::forward<Work>(work)] {
     try {
       work();
     } catch (...) {
+      failed = true;
       for (auto [data, bytes] : memory) {
         std::memset(data, 0xff, bytes);  // NaN in each of the three dtypes
       }
