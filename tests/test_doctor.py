@@ -134,7 +134,7 @@ def test_kernels_of_each_backend(monkeypatch):
     extension = doctor.extension
     assert extension.cpu_isa() in found["cpu"]["gated_delta_verify"]
     assert str(extension.cpu_threads()) in found["cpu"]["gated_delta_verify"]
-    assert "fast::cuda_kernel" in found["cuda"]["gated_delta_verify"]
+    assert "compiled by NVRTC" in found["cuda"]["gated_delta_verify"]
     assert "slice_update" in found["cuda"]["kv_write"]
     assert extension.shader_hash() in found["metal"]["kv_write"]
     assert "for prompts and with exact=False MLX's" in found["cuda"]["matmul"]

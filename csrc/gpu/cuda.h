@@ -1,4 +1,4 @@
-// The shaders on NVIDIA: the same bodies behind a header, compiled by MLX's fast::cuda_kernel.
+// The shaders on NVIDIA: the same bodies behind a header, launched by MLX.
 #pragma once
 
 #include <array>

@@ -34,8 +34,9 @@ struct Eight<float> {
   float x[8];
 };
 
-METAL_FUNC float from_bits(half, uint bits) {
-  return __half2float(__ushort_as_half(ushort(bits)));
+METAL_FUNC float from_bits(half x, uint bits) {
+  x.bits = ushort(bits);
+  return x;
 }
 
 METAL_FUNC float from_bits(bfloat, uint bits) {
@@ -43,13 +44,15 @@ METAL_FUNC float from_bits(bfloat, uint bits) {
 }
 
 METAL_FUNC uint to_bits(half, float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint*>(&pair);
+  uint pair;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 
 METAL_FUNC uint to_bits(bfloat, float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint*>(&pair);
+  uint pair;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  return pair;
 }
 
 template <typename T>
@@ -93,7 +96,7 @@ METAL_FUNC Eight<float> pack8<float>(const float* x) {
 
 template <typename T, typename W, bool whole>
 METAL_FUNC Eight<T> load_eight(const W* p, int count) {
-  if constexpr (whole && ::cuda::std::is_same_v<T, W>) {
+  if constexpr (whole && same_type<T, W>) {
     Eight<T> a = {};
     if (count > 0) {
 #pragma unroll
@@ -114,7 +117,7 @@ METAL_FUNC Eight<T> load_eight(const W* p, int count) {
 // Past the L1 cache, where the rows of x stay.
 template <typename T, typename W, bool whole>
 METAL_FUNC Eight<T> stream_eight(const W* p, int count) {
-  if constexpr (whole && ::cuda::std::is_same_v<T, W>) {
+  if constexpr (whole && same_type<T, W>) {
     Eight<T> a = {};
     if (count > 0) {
 #pragma unroll
@@ -172,13 +175,13 @@ METAL_FUNC Eight<T> nibbles8(uint word) {
 template <>
 METAL_FUNC Eight<bfloat> nibbles8<bfloat>(uint word) {
   Eight<bfloat> a;
-  const __nv_bfloat162 offset = __floats2bfloat162_rn(128.0f, 128.0f);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint bits =
         0x43004300u | ((word >> (8 * i)) & 15u) | (((word >> (8 * i + 4)) & 15u) << 16);
-    const __nv_bfloat162 q = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&bits), offset);
-    a.w[i] = *reinterpret_cast<const uint*>(&q);
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;"
+        : "=r"(a.w[i])
+        : "r"(bits), "r"(0x3f803f80u), "r"(0xc300c300u));  // bits * 1 - 128
   }
   return a;
 }
@@ -186,13 +189,11 @@ METAL_FUNC Eight<bfloat> nibbles8<bfloat>(uint word) {
 template <>
 METAL_FUNC Eight<half> nibbles8<half>(uint word) {
   Eight<half> a;
-  const __half2 offset = __floats2half2_rn(1024.0f, 1024.0f);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const uint bits =
         0x64006400u | ((word >> (8 * i)) & 15u) | (((word >> (8 * i + 4)) & 15u) << 16);
-    const __half2 q = __hsub2(*reinterpret_cast<const __half2*>(&bits), offset);
-    a.w[i] = *reinterpret_cast<const uint*>(&q);
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(a.w[i]) : "r"(bits), "r"(0x64006400u));
   }
   return a;
 }

@@ -2,7 +2,7 @@
 // a warp, and the arithmetic is spelled so that the compiler contracts nothing.
 #pragma once
 
-#define METAL_FUNC __device__ __forceinline__
+#define METAL_FUNC __forceinline__  // on the device, as everything is: `device` is a word of Metal
 #define device
 #define thread
 #define threadgroup
@@ -10,8 +10,41 @@
 
 typedef unsigned short ushort;
 typedef unsigned int uint;
-typedef __half half;
-typedef __nv_bfloat16 bfloat;
+
+// CUDA's headers of these two types take NVRTC seconds to read.
+struct half {
+  ushort bits;
+  half() = default;
+  METAL_FUNC explicit half(float x) {
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  }
+  METAL_FUNC operator float() const {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+  }
+};
+
+struct bfloat {
+  ushort bits;
+  bfloat() = default;
+  METAL_FUNC explicit bfloat(float x) {
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+  }
+  METAL_FUNC operator float() const {
+    return __uint_as_float(uint(bits) << 16);
+  }
+};
+
+template <bool b>
+struct Constant {
+  static constexpr bool value = b;
+};
+
+template <typename A, typename B>
+constexpr bool same_type = false;
+template <typename A>
+constexpr bool same_type<A, A> = true;
 
 METAL_FUNC float mul_rn(float a, float b) {
   return __fmul_rn(a, b);

@@ -102,8 +102,8 @@ mx::array cuda::verify_attention(
           " int(blockIdx.x * simdgroups + threadIdx.y) * 8 * tiles, int(threadIdx.y),"
           " int(threadIdx.x),"
           " weights + threadIdx.y * (8 * tiles * DFLASH_WEIGHTS_STRIDE), shared); };"
-          "if (addresses % 16 == 0) attend(cuda::std::true_type());"
-          " else attend(cuda::std::false_type());",
+          "if (addresses % 16 == 0) attend(Constant<true>());"
+          " else attend(Constant<false>());",
       given,
       {d.partial(), d.statistics()},
       {mx::float32, mx::float32},

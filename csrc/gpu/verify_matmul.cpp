@@ -87,8 +87,8 @@ mx::array cuda::verify_matmul(
       call + bias +
       ", out, has_bias, repeat, at, shared); };"
       "const auto addresses = reinterpret_cast<size_t>(x) | reinterpret_cast<size_t>(weight);"
-      "if (addresses % 16 == 0 && depth % 32 == 0) multiply(cuda::std::true_type());"
-      " else multiply(cuda::std::false_type());";
+      "if (addresses % 16 == 0 && depth % 32 == 0) multiply(Constant<true>());"
+      " else multiply(Constant<false>());";
   return cuda::launch(
       "verify_matmul",
       {"matrix_on_cuda.h", "verify_matmul.h"},

@@ -115,7 +115,7 @@ def kernels() -> dict[str, str]:
         )
         found = dict.fromkeys(OPERATIONS, general)
     else:
-        found = dict.fromkeys(OPERATIONS, f"CUDA, {shaders} through MLX's fast::cuda_kernel")
+        found = dict.fromkeys(OPERATIONS, f"CUDA, {shaders} compiled by NVRTC on first use")
         found["kv_write"] = "CUDA, MLX's slice_update"
     if where != "cpu":
         found |= dict.fromkeys(_ROWWISE, f"MLX's own kernels ({where})")
