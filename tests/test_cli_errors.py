@@ -68,7 +68,8 @@ def test_a_bad_option_is_one_sentence(loaded, words, arguments):
 
 
 def test_a_block_beyond_the_draft_is_one_sentence(loaded):
-    refused(1, "1 … 16", "generate", "--prompt", "x", "--block-size", 17)
+    for command in (("generate", "--prompt", "x"), ("demo",)):
+        refused(2, "1 … 16", *command, "--block-size", 17)
 
 
 def copy_of(source, folder, **replaced):

@@ -67,7 +67,7 @@ def test_the_four_formats_of_the_demo_pair(monkeypatch):
     shown = run("--max-tokens", 3)
     assert shown.exit_code == 0, shown.stderr
     for name in ("fp32", "bf16", "8bit", "4bit"):
-        assert f"{name}\n  speculative: the tokens of plain decoding in 1 of 1" in shown.stdout
+        assert f"{name}\n  speculative: equal to plain decoding in 1 of 1" in shown.stdout
 
 
 def wrong_at(position):
@@ -100,7 +100,7 @@ def test_a_difference_is_told_and_ends_with_1(short, pair, monkeypatch):
     assert shown.exit_code == 1
     assert json.loads(shown.stdout)["differ_bf16"] == 1
     shown = run("--prompts", 1, "--max-tokens", 12)
-    assert shown.exit_code == 1 and "the tokens of plain decoding in 0 of 1 prompts" in shown.stdout
+    assert shown.exit_code == 1 and "equal to plain decoding in 0 of 1 prompts" in shown.stdout
     assert f"token 5 is {found.other} " in shown.stdout and "logits are" in shown.stdout
 
 

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import json
 import random
+from importlib.resources import files
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx.utils import tree_map_with_path
+from mlx.utils import tree_flatten, tree_map_with_path
 
 import matrix
 from dflash_native import load_demo
 from dflash_native.cache import AttentionCache
+from dflash_native.drafters import DFlashConfig, tensor_shapes
 from dflash_native.session import Session
 from dflash_native.targets import Target
+from drafter_oracle import drafter_of
 from inputs import same
 from scripted import ScriptedDrafter
 from test_targets import CONFIGS, VOCAB, make_model, random_tokens
@@ -245,11 +249,36 @@ def demo_pair():
 LONG = 1024
 
 
-@pytest.mark.parametrize("kind", ["dflash", "scripted"])
+def dflash2_of(drafter):
+    """The demo's draft as a DFlash2: convolutions and a selector that do nearly nothing."""
+    raw = json.loads((files("dflash_native") / "demo/draft/config.json").read_text())
+    raw["architectures"] = ["DFlash2DraftModel"]
+    raw["dflash_config"] |= {
+        "conv_kernel_size": 2,
+        "conv_group_size": 16,
+        "selector_rank": 32,
+        "selector_top_k": 16,
+    }
+    config = DFlashConfig.from_dict(raw)
+    trained, weights = dict(tree_flatten(drafter.model.parameters())), {}
+    for key, (name, shape) in zip(
+        mx.random.split(mx.random.key(0), 99), tensor_shapes(config).items(), strict=False
+    ):
+        weights[name] = trained.get(name, mx.random.normal(shape, key=key) * 0.01)
+        if name.endswith("base_kernel"):
+            weights[name] = mx.broadcast_to(mx.array([1.0, 0.0])[None, :, None], shape)
+    return drafter_of(raw, {name: w.astype(mx.bfloat16) for name, w in weights.items()})
+
+
+@pytest.mark.parametrize("kind", ["dflash", "dflash2", "scripted"])
 def test_a_thousand_tokens_with_a_hundred_rejections_equal_plain_decoding(demo_pair, kind):
     """In bf16, where MLX's own products flip tokens of this pair within 128."""
     target, drafter, prompt, answer = demo_pair
-    session = Session(target, drafter if kind == "dflash" else ScriptedDrafter(answer, spoil=0.2))
+    if kind == "dflash2":
+        drafter = dflash2_of(drafter)
+    elif kind == "scripted":
+        drafter = ScriptedDrafter(answer, spoil=0.2)
+    session = Session(target, drafter)
     session.prefill(prompt)
     rejections = 0
     while len(session.tokens) < len(answer):

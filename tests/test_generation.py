@@ -310,14 +310,12 @@ def test_the_response_says_whether_decoding_was_exact(model, tokenizer):
     ):
         [response] = stream_generate(given, tokenizer, PROMPT, 1, **options)
         assert response.exact == expected
-    for given, options in (
-        (exact, {"exact": False}),
-        (exact, {"prefill": "fast"}),
-        (model, {"session": Session(exact), "exact": False}),
+    for given, options, named in (
+        (exact, {"exact": False}, "exact=True but got exact=False"),
+        (exact, {"prefill": "fast"}, "prefill='exact' but got prefill='fast'"),
+        (model, {"session": Session(exact), "exact": False}, "exact=True but got exact=False"),
     ):
-        with pytest.raises(
-            ValueError, match="expected the target's own exact=True and prefill='ex"
-        ):
+        with pytest.raises(ValueError, match=f"expected the target's own {named}"):
             stream_generate(given, tokenizer, PROMPT, 1, **options)
     with pytest.raises(ValueError, match="expected exact=True with prefill='exact'"):
         stream_generate(model, tokenizer, PROMPT, 1, exact=False, prefill="exact")

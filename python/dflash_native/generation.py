@@ -255,11 +255,14 @@ def _check_others(others: dict[str, Any]) -> None:
 
 
 def _check_settings(target: Target, exact: bool | None, prefill: Prefill | None) -> None:
-    if exact not in (None, target.exact) or prefill not in (None, target.prefill):
-        raise ValueError(
-            f"[generate] expected the target's own exact={target.exact} and "
-            f"prefill={target.prefill!r} but got exact={exact} and prefill={prefill!r}."
-        )
+    for name, own, asked in (
+        ("exact", target.exact, exact),
+        ("prefill", target.prefill, prefill),
+    ):
+        if asked not in (None, own):
+            raise ValueError(
+                f"[generate] expected the target's own {name}={own!r} but got {name}={asked!r}."
+            )
 
 
 def _wrapped(tokenizer: Any) -> TokenizerWrapper:

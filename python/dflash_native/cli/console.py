@@ -49,10 +49,12 @@ def guard() -> Iterator[None]:
         _fail(error, 1)
 
 
-def check_block_size(block_size: int | None) -> None:
-    """Refuse what no draft allows; the session knows the draft's own limit."""
-    if block_size is not None and block_size < 1:
-        raise OptionError(f"expected --block-size of at least 1 but got {block_size}")
+def check_block_size(block_size: int | None, largest: int | None = None) -> None:
+    """Refuse what no draft allows or, once it is known, what is over the draft's own block."""
+    if block_size is None or (1 <= block_size <= (largest or block_size)):
+        return
+    allowed = f"in 1 … {largest}" if largest else "of at least 1"
+    raise OptionError(f"expected --block-size {allowed} but got {block_size}")
 
 
 def _fail(message: object, code: int) -> None:

@@ -84,10 +84,8 @@ def run(
         raise OptionError(f"expected --max-tokens of at least 1 but got {max_tokens}")
     check_block_size(block_size)
     target, tokenizer, drafter = demo_pair(dtype, exact)
-    largest = drafter.max_drafts + 1
+    check_block_size(block_size, drafter.max_drafts + 1)
     width = BLOCK_SIZES[backend()] if block_size is None else block_size
-    if width > largest:
-        raise OptionError(f"expected --block-size in 1 … {largest} but got {width}")
     pair = _Pair(target, tokenizer, drafter, max_tokens, width)
     comparisons = _compare(pair, available[:prompts], None if as_json else DraftMarks(out()))
     summary = {

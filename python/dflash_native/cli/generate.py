@@ -43,6 +43,8 @@ def run(
         if model is None
         else named_pair(model, draft, dtype or "stored", exact)
     )
+    if drafter is not None:
+        check_block_size(block_size, drafter.max_drafts + 1)
     with _progress() as (bar, report):
         stream = cast(
             Stream,

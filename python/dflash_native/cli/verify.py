@@ -245,7 +245,7 @@ def _print(variant: Variant, outcome: Outcome, prompts: int) -> None:
         if found is None:
             continue
         same = prompts - len(found)
-        console.print(f"  {what}: the tokens of plain decoding in {same} of {prompts} prompts")
+        console.print(f"  {what}: equal to plain decoding in {same} of {prompts} prompts")
         for each in found:
             console.print(f"    {_sentence(variant.tokenizer, each)}", soft_wrap=True)
     console.print(f"  {outcome.rounds} rounds, {outcome.rejections} of them with a rejection")
