@@ -51,7 +51,7 @@ class ScriptedSession:
         self.next = position + taps.shape[1]
         self.taps.append(taps)
 
-    def propose(self, pending, position, count):
+    def propose(self, pending, position, count, sampler=None):
         assert pending.shape == (1, 1) and 1 <= count <= self.drafter.max_drafts
         assert self.next is None or self.next == position
         draft = self.drafter.answer[position + 1 : position + 1 + count]

@@ -261,7 +261,7 @@ def test_selector_walks_greedily_and_takes_the_lowest_of_equals(seed, slots):
         }
         pred = min(scores, key=lambda c: (-scores[c], c))
         path.append(pred)
-    assert selector.greedy(hidden, logits, mx.array([[5]])).tolist() == [path]
+    assert selector.propose(hidden, logits, mx.array([[5]])).tolist() == [path]
 
 
 def test_equal_logits_give_the_lowest_id(target):

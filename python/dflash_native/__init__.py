@@ -12,9 +12,10 @@ from .tape import Tape
 
 if TYPE_CHECKING:
     from .cache import Cache
-    from .drafters import DFlashDrafter, Drafter, DraftSession
+    from .drafters import DFlashDrafter, Drafter, DraftSession, Proposal
     from .generation import GenerationResponse, generate, stream_generate
     from .hub import load, load_demo, load_drafter
+    from .sampling import Sampler, Sampling
     from .session import Round, Session, Stats
     from .targets import Target
 
@@ -27,8 +28,11 @@ _HOMES = {
     "DFlashDrafter": "drafters",
     "DraftSession": "drafters",
     "Drafter": "drafters",
+    "Proposal": "drafters",
     "GenerationResponse": "generation",
     "Round": "session",
+    "Sampler": "sampling",
+    "Sampling": "sampling",
     "Session": "session",
     "Stats": "session",
     "Target": "targets",
@@ -46,7 +50,10 @@ __all__ = [
     "DraftSession",
     "Drafter",
     "GenerationResponse",
+    "Proposal",
     "Round",
+    "Sampler",
+    "Sampling",
     "Session",
     "Stats",
     "Tape",

@@ -5,22 +5,21 @@ from __future__ import annotations
 import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from .drafters.protocol import Drafter
+from .sampling import LogitsProcessor, Sampling
 from .session import Round, Session, Stats
 from .stopping import StopRules, TextStream
 from .targets import Prefill, Target
 
-_GREEDY = "decoding is greedy in this version"
 _KV_CACHE = "a quantised KV cache is not supported"
 REFUSED: dict[str, tuple[object, str]] = {
-    "sampler": (None, _GREEDY),
-    "logits_processors": (None, _GREEDY),
+    "sampler": (None, "it would draw from MLX's own generator; pass sampling=Sampling(...)"),
     "prompt_cache": (None, "mlx-lm's caches hold no tape; pass session= to go on with a chat"),
     "max_kv_size": (None, "a rotating cache cannot be rolled back"),
     "kv_bits": (None, _KV_CACHE),
@@ -40,7 +39,8 @@ class GenerationResponse:
     """The text that this token sets free; it can be empty."""
     token: int
     logprobs: mx.array
-    """`[V]`, fp32, lazy: the log probabilities that the token was chosen from."""
+    """`[V]`, fp32, lazy: the log probabilities after penalties and processors and before filters
+    and temperature, as in mlx-lm."""
     from_draft: bool
     """Whether the drafter proposed it."""
     prompt_tokens: int
@@ -68,6 +68,18 @@ class GenerationResponse:
     """Whether decoding ran by operations whose bits do not depend on the width of a call.
     Otherwise MLX's own ran, and a draft can flip a token that is a near tie."""
 
+    def top_logprobs(self, count: int) -> list[tuple[int, float]]:
+        """The `count` most probable tokens with their log probabilities, best first.
+
+        The lower id goes first where two are equal. Raises ValueError unless `count` is 0 … V.
+        """
+        if not 0 <= count <= self.logprobs.size:
+            raise ValueError(
+                f"[top_logprobs] expected a count in 0 … {self.logprobs.size} but got {count}."
+            )
+        order = mx.argsort(-self.logprobs)[:count]
+        return list(zip(order.tolist(), self.logprobs[order].tolist(), strict=True))  # type: ignore
+
 
 def stream_generate(
     model: Any,
@@ -77,6 +89,8 @@ def stream_generate(
     drafter: Drafter | None = None,
     *,
     block_size: int | None = None,
+    sampling: Sampling | None = None,
+    logits_processors: Sequence[LogitsProcessor] | None = None,
     exact: bool | None = None,
     prefill: Prefill | None = None,
     stop: str | Sequence[str] = (),
@@ -97,6 +111,8 @@ def stream_generate(
         max_tokens: most tokens to emit; -1 for no limit.
         drafter: proposes blocks; None decodes plainly through the same operations.
         block_size: inputs of a verify (default: the drafter's block).
+        sampling: how tokens are chosen (default: greedily, or as the session does).
+        logits_processors: mlx-lm's; called after those of `sampling`.
         exact, prefill: as for `Target` (default: True and "fast"). A `Target`, or a session's, has
             its own, and anything else is refused beside it.
         stop: one or more texts that end the generation; they are not shown.
@@ -151,12 +167,20 @@ def stream_generate(
         raise ValueError("[generate] expected stop texts but got an empty one.")
     rules = StopRules(tokenizer.eos_token_ids, TextStream(tokenizer.detokenizer, stops), max_tokens)
     ids = _prompt_ids(tokenizer, prompt)
+    if logits_processors:
+        asked = sampling or (session.sampling if session is not None else None) or Sampling()
+        processors = [*asked.logits_processors, *logits_processors]
+        sampling = replace(asked, logits_processors=processors)
     own = session is None
-    if session is None:
+    if session is not None:
+        if sampling is not None:
+            session.sampling = sampling
+    else:
         session = Session(
             target,
             drafter,
             block_size=block_size,
+            sampling=sampling,
             prefill_step_size=2048 if prefill_step_size is None else prefill_step_size,
         )
     return _stream(session, own, ids, rules, prompt_progress_callback)

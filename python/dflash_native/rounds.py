@@ -21,7 +21,8 @@ class Round:
     """How many drafts agreed with the target, counted from the first."""
 
     logits: mx.array
-    """`[len(tokens), V]`: row i is the distribution that `tokens[i]` is the argmax of. Lazy."""
+    """`[len(tokens), V]`, lazy: row i, after penalties and before filters, is what `tokens[i]` was
+    chosen from."""
 
 
 @dataclass(frozen=True)

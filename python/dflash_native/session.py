@@ -23,8 +23,9 @@ from typing import cast
 import mlx.core as mx
 
 from .cache import Cache
-from .drafters.protocol import Drafter
+from .drafters.protocol import Drafter, Proposal
 from .rounds import Round, Stats
+from .sampling import Sampler, Sampling
 from .targets import Target
 
 
@@ -50,10 +51,12 @@ class Session:
         drafter: proposes; None decodes plainly, through the same operations.
         block_size: inputs of a verify, 1 … the drafter's `max_drafts` + 1 (the default). The
             drafter runs at its own block in any case and its proposals are cut.
+        sampling: how tokens are chosen; None takes the argmax, the lowest id where two are equal.
         prefill_step_size: most inputs of one prefill call, as in mlx-lm.
 
-    Greedy: every emitted token is the target's argmax, the lowest id where two are equal. Not for
-    two threads at once. Raises ValueError where drafter and target do not fit.
+    Every emitted token is the target's own choice: the same as in plain decoding, but for drafters
+    that give a `Proposal`, with which it has the target's distribution. Not for two threads at
+    once. Raises ValueError where drafter and target do not fit.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Session:
         drafter: Drafter | None = None,
         *,
         block_size: int | None = None,
+        sampling: Sampling | None = None,
         prefill_step_size: int = 2048,
     ) -> None:
         if not isinstance(target, Target):
@@ -101,6 +105,7 @@ class Session:
         """A round that was read: its verify, its tokens, `tokens` before it, `stats` after it."""
         self._closed = False
         self._broken: str | None = None
+        self.sampling = sampling
 
     def __enter__(self) -> Session:
         return self
@@ -112,6 +117,21 @@ class Session:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+    @property
+    def sampling(self) -> Sampling | None:
+        """How tokens are chosen; another one may be set between rounds."""
+        return self._sampling
+
+    @sampling.setter
+    def sampling(self, sampling: Sampling | None) -> None:
+        if sampling is not None and not isinstance(sampling, Sampling):
+            raise TypeError(f"[Session] expected a Sampling but got {type(sampling).__name__}.")
+        sampler = None
+        if sampling is not None and not sampling.is_argmax:
+            sampler = Sampler(sampling, self.target.vocab_size)
+        self._drop_in_flight()
+        self._sampling, self._sampler = sampling, sampler
 
     @property
     def pending(self) -> int | None:
@@ -201,8 +221,8 @@ class Session:
             self._drop_in_flight()
             raise
         drafts, choice = rest[: verify.drafted], rest[verify.drafted :]
-        tokens = choice[: accepted + 1]
-        result = Round(tokens, drafts, accepted, verify.logits[0, : accepted + 1])
+        tokens = drafts[:accepted] + choice[accepted : accepted + 1]
+        result = Round(tokens, drafts, accepted, verify.logits[: accepted + 1])
         stats = self.stats.counted(verify.drafted, accepted)
         self._finishing = verify, tokens, self.tokens, stats
         try:
@@ -273,8 +293,14 @@ class Session:
     def _launch(self, pending: mx.array, count: int) -> _Verify:
         """Build one verify, lazily: `pending [1, 1]` and `count` drafts after it."""
         position = self._cache.lengths[0]
+        sampler, probabilities = self._sampler, None
         if self._draft is not None and count > 0:
-            drafts = self._draft.propose(pending, position, count)
+            draws = sampler is not None and sampler.sampling.temperature > 0
+            answer = self._draft.propose(pending, position, count, sampler if draws else None)
+            if isinstance(answer, Proposal):
+                drafts, probabilities = answer.tokens, answer.probabilities
+            else:
+                drafts = answer
             finite = self._draft.finite
             sound = mx.array([1]) if finite is None else finite.astype(mx.int32).reshape(1)
             self._start([drafts])  # the device drafts while the host builds the verify
@@ -287,24 +313,38 @@ class Session:
             hidden, taps = self.target.forward(
                 block, self._cache, commit=False, tap_layers=self._tap_layers
             )
-            logits = self.target.logits(hidden)
-            choice = mx.argmax(logits, axis=-1).astype(mx.int32)
-            if drafts is None:
-                read = mx.concatenate([mx.array([1, 0], dtype=mx.int32), choice[0]])
+            logits = self.target.logits(hidden)[0]
+            if sampler is None:
+                choice = mx.argmax(logits, axis=-1).astype(mx.int32)
             else:
-                agreed = mx.cumprod((choice[:, :-1] == drafts).astype(mx.int32), axis=1)
-                read = mx.concatenate([sound, agreed.sum(axis=1), drafts[0], choice[0]])
+                logits = sampler.processed(logits, self._tokens_before(position, block))
+                choice = sampler.draw(logits, position + 1)
+            if drafts is None:
+                read = mx.concatenate([mx.array([1, 0], dtype=mx.int32), choice])
+            else:
+                agreed = choice[:-1] == drafts[0]
+                if probabilities is not None and sampler is not None:
+                    agreed, choice = sampler.judge(logits, drafts[0], probabilities, position + 1)
+                accepted = mx.cumprod(agreed.astype(mx.int32)).sum(keepdims=True)
+                read = mx.concatenate([sound, accepted, drafts[0], choice])
         except BaseException:
             self._take_back()
             raise
         drafted = 0 if drafts is None else count
         return _Verify(position, drafted, read, choice, logits, taps)
 
+    def _tokens_before(self, position: int, block: mx.array) -> mx.array | None:
+        """int32 `[position + n]`: the committed tokens up to `position`, and `block [1, n]`."""
+        if self._sampler is None or not self._sampler.reads_tokens:
+            return None
+        known = mx.array(self.tokens[:position], dtype=mx.int32)
+        return mx.concatenate([known, block[0].astype(mx.int32)])
+
     def _queue_after(self, verify: _Verify) -> None:
         """In plain decoding, hand the device its next step before the host reads this one."""
         verify.take_back = self._cache.snapshot()
         self._cache.commit([1])
-        queued = self._launch(verify.choice, 0)
+        queued = self._launch(verify.choice[None], 0)
         self._in_flight.append(queued)
         self._start([queued.read])
 

@@ -118,6 +118,28 @@ def generate_command(
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate; -1: no limit.")] = 256,
     block_size: _BlockSize = None,
     raw: Annotated[bool, typer.Option("--raw", help="Leave out the chat template.")] = False,
+    temperature: Annotated[
+        float, typer.Option(help="0 takes the most probable token; above it, tokens are drawn.")
+    ] = 0.0,
+    top_p: Annotated[
+        float, typer.Option(help="Draw from the tokens that together reach it.")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Draw from tokens of this share of the best one's probability.")
+    ] = 0.0,
+    top_k: Annotated[int, typer.Option(help="Draw from so many of the best tokens; 0: all.")] = 0,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="Divides the logits of the last 20 tokens.")
+    ] = None,
+    presence_penalty: Annotated[
+        float | None, typer.Option(help="Taken from the logits of the last 20 tokens.")
+    ] = None,
+    frequency_penalty: Annotated[
+        float | None, typer.Option(help="The same, once for each time a token stands there.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="The same seed draws the same text.", show_default="random")
+    ] = None,
     stop: Annotated[
         list[str] | None, typer.Option(help="A text that ends the generation; repeatable.")
     ] = None,
@@ -147,6 +169,16 @@ def generate_command(
             max_tokens=max_tokens,
             block_size=block_size,
             raw=raw,
+            sampling={
+                "temperature": temperature,
+                "top_p": top_p,
+                "min_p": min_p,
+                "top_k": top_k,
+                "repetition_penalty": repetition_penalty,
+                "presence_penalty": presence_penalty,
+                "frequency_penalty": frequency_penalty,
+                "seed": seed,
+            },
             stop=stop or [],
             dtype=dtype,
             exact=exact,

@@ -13,6 +13,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from ..generation import GenerationResponse, stream_generate
+from ..sampling import Sampling
 from .console import INTERRUPTED, OptionError, check_block_size, err
 from .loading import demo_pair, known_draft, named_pair
 
@@ -27,6 +28,7 @@ def run(
     max_tokens: int,
     block_size: int | None,
     raw: bool,
+    sampling: dict[str, Any],
     stop: Sequence[str],
     dtype: str | None,
     exact: bool,
@@ -34,6 +36,10 @@ def run(
 ) -> None:
     """Generate and print; see `dflash-native generate --help`."""
     _check_options(model, draft, max_tokens, block_size, stop)
+    try:
+        chosen = Sampling(**sampling)
+    except ValueError as error:
+        raise OptionError(str(error)) from None
     if prompt == "-":
         prompt = sys.stdin.read()
     if not prompt:
@@ -55,6 +61,7 @@ def run(
                 max_tokens,
                 drafter,
                 block_size=block_size,
+                sampling=chosen,
                 stop=stop,
                 prompt_progress_callback=report,
             ),

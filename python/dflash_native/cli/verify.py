@@ -18,6 +18,7 @@ from ..demo import Prompt, parse_prompts
 from ..demo import prompts as demo_prompts
 from ..doctor import backend
 from ..drafters.protocol import Drafter, TargetLike
+from ..sampling import Sampler
 from ..session import Session
 from ..targets import Target
 from . import measure
@@ -148,7 +149,9 @@ class Rehearsal:
     def extend(self, taps: mx.array, position: int) -> None:
         """There are no taps."""
 
-    def propose(self, pending: mx.array, position: int, count: int) -> mx.array:
+    def propose(
+        self, pending: mx.array, position: int, count: int, sampler: Sampler | None = None
+    ) -> mx.array:
         """The answer's next tokens, every fifth position wrong; past its end, zeros."""
         places = range(position + 1, position + 1 + count)
         known = [self._answer[at] if at < len(self._answer) else 0 for at in places]

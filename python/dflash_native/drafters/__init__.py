@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .config import DFlashConfig, is_draft
 from .dflash import DFlashDrafter, DFlashModel, DFlashSession
-from .protocol import Drafter, DraftSession, TargetLike
+from .protocol import Drafter, DraftSession, Proposal, TargetLike
 from .weights import parameter_count, tensor_shapes
 
 __all__ = [
@@ -14,6 +14,7 @@ __all__ = [
     "DFlashSession",
     "DraftSession",
     "Drafter",
+    "Proposal",
     "TargetLike",
     "is_draft",
     "parameter_count",

@@ -6,6 +6,7 @@ The forward pass is that of the published DFlash and DFlash2 checkpoints and sta
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -15,10 +16,11 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from .. import ops
 from ..modules import Products, norm, rotate
+from ..sampling import Sampler
 from .config import DFlashConfig
 from .context import ContextCache
 from .dflash2 import CandidateSelector, GroupedDynamicConv
-from .protocol import TargetLike
+from .protocol import Proposal, TargetLike
 from .weights import check_dtype, load_weights
 
 
@@ -168,6 +170,10 @@ class DFlashModel(Module):
 class DFlashDrafter:
     """A DFlash or DFlash2 draft: weights shared by any number of sessions."""
 
+    proposes: Literal["argmax", "coupled", "drawn"] = "argmax"
+    """Where tokens are drawn: the draft's most probable ones, those that it draws with the target's
+    own noise, or a `Proposal` drawn with other noise."""
+
     def __init__(self, config: DFlashConfig, model: DFlashModel) -> None:
         check_dtype(model.dtype)
         self.config, self.model = config, model
@@ -218,6 +224,7 @@ class DFlashSession:
 
     def __init__(self, drafter: DFlashDrafter, target: TargetLike) -> None:
         self.config, self.model, self.target = drafter.config, drafter.model, target
+        self._drafter = drafter
         config, dtype = self.config, self.model.dtype
         self.max_drafts = drafter.max_drafts
         self.position = 0
@@ -293,11 +300,14 @@ class DFlashSession:
             logits = cap * mx.tanh(logits.astype(mx.float32) / cap)
         return logits
 
-    def propose(self, pending: mx.array, position: int, count: int) -> mx.array:
-        """Greedy drafts for `position + 1 … position + count`, int32 `[1, count]`.
+    def propose(
+        self, pending: mx.array, position: int, count: int, sampler: Sampler | None = None
+    ) -> mx.array | Proposal:
+        """Drafts for `position + 1 … position + count`, int32 `[1, count]`.
 
         The block always has its trained width; only its first `count` mask rows go through the
-        head. Ties go to the lowest id. Raises ValueError unless `1 <= count <= max_drafts`.
+        head. Ties go to the lowest id. With a sampler `DFlashDrafter.proposes` tells how they are
+        chosen. Raises ValueError unless `1 <= count <= max_drafts`.
         """
         if not 1 <= count <= self.max_drafts:
             raise ValueError(
@@ -307,9 +317,18 @@ class DFlashSession:
         logits = self.logits(hidden)
         if self.finite is None:
             self.finite = mx.all(mx.isfinite(logits))
+        proposes = self._drafter.proposes if sampler is not None else "argmax"
         if self.config.is_dflash2:
-            return self.model.candidate_selector.greedy(hidden, logits, pending)
-        return mx.argmax(logits, axis=-1).astype(mx.int32)
+            return self.model.candidate_selector.propose(
+                hidden, logits, pending, proposes, sampler, position + 1
+            )
+        if sampler is None or proposes == "argmax":
+            return mx.argmax(logits, axis=-1).astype(mx.int32)
+        scores = sampler.scores(logits[0].astype(mx.float32))
+        use = "token" if proposes == "coupled" else "draft"
+        tokens = mx.argmax(scores + sampler.noise(scores, position + 1, use), axis=-1)
+        tokens = tokens.astype(mx.int32)[None]
+        return tokens if proposes == "coupled" else Proposal(tokens, mx.softmax(scores, axis=-1))
 
     def arrays(self) -> list[mx.array]:
         """Every array of this session's state, for `mx.eval`."""

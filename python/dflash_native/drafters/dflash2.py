@@ -7,7 +7,9 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
 from ..modules import Products
+from ..sampling import Sampler
 from .config import DFlashConfig
+from .protocol import Proposal
 
 
 class GroupedDynamicConv(Module):
@@ -60,12 +62,22 @@ class CandidateSelector(Module):
         self.successor_codebook = mx.zeros(codebook)
         self.hidden_projection = Linear(config.hidden_size, config.selector_rank, bias=False)
 
-    def greedy(self, hidden: mx.array, logits: mx.array, anchor: mx.array) -> mx.array:
-        """The greedy path from the anchor, int32 `[1, n]`.
+    def propose(
+        self,
+        hidden: mx.array,
+        logits: mx.array,
+        anchor: mx.array,
+        proposes: str = "argmax",
+        sampler: Sampler | None = None,
+        position: int = 0,
+    ) -> mx.array | Proposal:
+        """The path from the anchor, int32 `[1, n]`.
 
         `hidden [1, n, H]` after the final norm, `logits [1, n, V]` after multiplier and softcap,
-        `anchor [1, 1]` int. Slot j takes the argmax of `unary[c] + <A[pred] * (P h_j), B[c]>` over
-        its candidates, `pred` the choice of slot j - 1. Ties go to the lowest id. Scores are fp32.
+        `anchor [1, 1]` int. Slot j chooses among its candidates by the fp32 scores
+        `unary[c] + <A[pred] * (P h_j), B[c]>`, `pred` the choice of slot j - 1: their argmax,
+        ties to the lowest id, or with a sampler and `proposes` "coupled" or "drawn" a draw from
+        `softmax(scores / temperature)` for the positions from `position` on.
         """
         logits = logits[0].astype(mx.float32)
         candidates = top_candidates(logits, self.top_k)
@@ -77,14 +89,26 @@ class CandidateSelector(Module):
             [mx.broadcast_to(anchor.astype(mx.int32), (1, self.top_k)), candidates[:-1]]
         )
         predecessors = self.predecessor_codebook[before].astype(mx.float32)
-        edges = predecessors @ successors.swapaxes(1, 2)
-        best = mx.argmax(unary[:, None] + edges, axis=-1)
+        scores = unary[:, None] + predecessors @ successors.swapaxes(1, 2)
+        noisy = scores
+        if sampler is not None and proposes != "argmax":
+            use = "token" if proposes == "coupled" else "draft"
+            noise = sampler.noise(logits, position, use)
+            scores = scores / sampler.sampling.temperature
+            noisy = scores + mx.take_along_axis(noise, candidates, axis=-1)[:, None]
+        best = mx.argmax(noisy, axis=-1)
         tokens = mx.take_along_axis(candidates, best.astype(mx.int32), axis=-1)
-        at, path = best[0, :1], [tokens[0, :1]]
+        at, path, rows = best[0, :1], [tokens[0, :1]], [scores[0, :1]]
         for slot in range(1, best.shape[0]):
             path.append(tokens[slot][at])
+            rows.append(scores[slot][at])
             at = best[slot][at]
-        return mx.concatenate(path)[None]
+        drafts = mx.concatenate(path)[None]
+        if sampler is None or proposes != "drawn":
+            return drafts
+        chances = mx.softmax(mx.concatenate(rows), axis=-1)
+        probabilities = mx.put_along_axis(mx.zeros_like(logits), candidates, chances, axis=-1)
+        return Proposal(drafts, probabilities)
 
 
 def top_candidates(logits: mx.array, count: int) -> mx.array:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
+
+from ..sampling import Sampler
 
 
 class TargetLike(Protocol):
@@ -24,6 +27,17 @@ class TargetLike(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Proposal:
+    """Drafts that were drawn at random: accepted by the ratio of target to proposal."""
+
+    tokens: mx.array
+    """int32 `[1, count]`."""
+
+    probabilities: mx.array
+    """fp32 `[count, V]`: what each token was drawn from."""
+
+
 @runtime_checkable
 class DraftSession(Protocol):
     """A drafter's state for one request. Every call is lazy: nothing here waits for the device."""
@@ -40,10 +54,16 @@ class DraftSession(Protocol):
         """
         ...
 
-    def propose(self, pending: mx.array, position: int, count: int) -> mx.array:
+    def propose(
+        self, pending: mx.array, position: int, count: int, sampler: Sampler | None = None
+    ) -> mx.array | Proposal:
         """Draft tokens for the positions `position + 1 … position + count`: int32 `[1, count]`.
 
         `pending [1, 1]` int is the committed token at `position`, which is in no context yet.
+        `sampler` is what the target draws with, None where it takes the argmax. However tokens were
+        chosen, the answer is a point: a draft is accepted where the target draws the same token. Or
+        it is a `Proposal`, for tokens that were drawn from probabilities with noise of a `use` of
+        their own.
         """
         ...
 
