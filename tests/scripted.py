@@ -13,7 +13,7 @@ class ScriptedDrafter:
     """Proposes the plain continuation, each token spoilt with a given probability.
 
     Its session also checks what a drafter may rely on: the taps of every committed position arrive
-    once, in order, and have the target's width; `pending` is the token at `position`.
+    once, in order, and have the target's width; the tokens before each proposal, `pending` last.
     """
 
     def __init__(
@@ -41,6 +41,10 @@ class ScriptedSession:
         self.next = None
         self.first = None
         self.taps = []
+        self.observed = []
+
+    def observe(self, tokens):
+        self.observed += tokens
 
     def extend(self, taps, position):
         assert taps.shape[0] == 1 and taps.shape[1] > 0
@@ -54,6 +58,7 @@ class ScriptedSession:
     def propose(self, pending, position, count, sampler=None):
         assert pending.shape == (1, 1) and 1 <= count <= self.drafter.max_drafts
         assert self.next is None or self.next == position
+        assert len(self.observed) == position + 1
         draft = self.drafter.answer[position + 1 : position + 1 + count]
         draft += [0] * (count - len(draft))
         self.finite = mx.array(self.drafter.sound)

@@ -100,6 +100,8 @@ class Session:
         """Length of `tokens` before the last round, while it can be rewound."""
         self._unfed: tuple[mx.array, int] | None = None
         """Taps of the last round and their position, until the draft gets those that were kept."""
+        self._told = 0
+        """Of `tokens`, those that the draft has observed."""
         self._in_flight: list[_Verify] = []
         self._finishing: tuple[_Verify, list[int], list[int], Stats] | None = None
         """A round that was read: its verify, its tokens, `tokens` before it, `stats` after it."""
@@ -295,6 +297,7 @@ class Session:
         position = self._cache.lengths[0]
         sampler, probabilities = self._sampler, None
         if self._draft is not None and count > 0:
+            self._tell_draft()
             draws = sampler is not None and sampler.sampling.temperature > 0
             answer = self._draft.propose(pending, position, count, sampler if draws else None)
             if isinstance(answer, Proposal):
@@ -387,6 +390,15 @@ class Session:
         try:
             self._draft.extend(taps, position)
             self._unfed = None
+        except BaseException as error:
+            self._lose_context(error)
+            raise
+
+    def _tell_draft(self) -> None:
+        assert self._draft is not None
+        new, self._told = self.tokens[self._told :], len(self.tokens)
+        try:
+            self._draft.observe(new)
         except BaseException as error:
             self._lose_context(error)
             raise

@@ -146,6 +146,9 @@ class Rehearsal:
         """It has no state: it is its own session."""
         return self
 
+    def observe(self, tokens: Sequence[int]) -> None:
+        """It knows them."""
+
     def extend(self, taps: mx.array, position: int) -> None:
         """There are no taps."""
 

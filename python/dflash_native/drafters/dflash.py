@@ -5,6 +5,7 @@ The forward pass is that of the published DFlash and DFlash2 checkpoints and sta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -237,6 +238,9 @@ class DFlashSession:
         ]
         self._waiting: mx.array | None = None
         self._mask_tokens = mx.full((1, self.max_drafts), config.mask_token_id, dtype=mx.int32)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """The context comes by `extend`: nothing is needed of the tokens."""
 
     def extend(self, taps: mx.array, position: int) -> None:
         """Append the committed positions `position … position + n - 1` (see `DraftSession.extend`).

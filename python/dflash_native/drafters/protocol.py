@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -45,8 +46,12 @@ class DraftSession(Protocol):
     finite: mx.array | None
     """Bool [], lazy: whether the first proposal's logits were all finite. None before it."""
 
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Told before each proposal: the tokens that were committed since, the pending one last."""
+        ...
+
     def extend(self, taps: mx.array, position: int) -> None:
-        """Append committed context.
+        """Append committed context. Not called where `tap_layers` is empty.
 
         `taps [1, n, len(tap_layers) * H]` belong to the positions `position … position + n - 1`,
         which follow what came before. Where `context_rows` is set, a call (also the first) may
