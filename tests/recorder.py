@@ -115,5 +115,5 @@ def compare_model(session):
                 assert mx.abs(a[:, :, :n] - b[:, :, :n]).max() < 2e-4 * mx.abs(b).max()
     if session._draft is not None:
         fed = getattr(session._draft, "next", None)
-        waiting = 0 if session._unfed is None else cache.lengths[0] - session._unfed[1]
+        waiting = cache.lengths[0] - session._unfed[0][1] if session._unfed else 0
         assert fed is None or fed + waiting == n

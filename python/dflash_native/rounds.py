@@ -40,6 +40,10 @@ class Stats:
     """Drafts made at position 1, 2, … of a block."""
     accepted_at: list[int] = field(default_factory=list)
     """Drafts accepted at position 1, 2, … of a block."""
+    choices: dict[str, int] = field(default_factory=dict)
+    """Rounds by width and the reason for it, as in {"8 rate": 12, "1 budget": 3}. "fixed": nothing
+    was chosen; "rate": most tokens a second; "attempt": drafts tried again after plain steps;
+    "budget": plain because earlier attempts have cost enough."""
     synchronisations: int = 0
     """Times that the host waited for the device in a round."""
 
@@ -53,8 +57,9 @@ class Stats:
         """Accepted ÷ drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
 
-    def counted(self, drafted: int, accepted: int) -> Stats:
+    def counted(self, drafted: int, accepted: int, reason: str = "fixed") -> Stats:
         """These sums and one round more."""
+        key = f"{drafted + 1} {reason}"
         missing = [0] * (drafted - len(self.drafted_at))
         return replace(
             self,
@@ -63,6 +68,7 @@ class Stats:
             drafted=self.drafted + drafted,
             accepted=self.accepted + accepted,
             rejections=self.rejections + (accepted < drafted),
+            choices={**self.choices, key: self.choices.get(key, 0) + 1},
             drafted_at=[n + (i < drafted) for i, n in enumerate(self.drafted_at + missing)],
             accepted_at=[n + (i < accepted) for i, n in enumerate(self.accepted_at + missing)],
         )

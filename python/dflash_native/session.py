@@ -18,12 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import cast
+from typing import Literal, cast
 
 import mlx.core as mx
 
 from .cache import Cache
 from .drafters.protocol import Drafter, Proposal
+from .policy import Choice, Costs, WidthPolicy
 from .rounds import Round, Stats
 from .sampling import Sampler, Sampling
 from .targets import Target
@@ -36,9 +37,13 @@ class _Verify:
     position: int
     drafted: int
     read: mx.array
-    choice: mx.array
+    drawn: mx.array
     logits: mx.array
     taps: mx.array | None
+    reason: str = "fixed"
+    """Why it has this width."""
+    plain_steps: int = 0
+    """So many rounds from this one on are plain, whatever they bring."""
     take_back: Callable[[], None] | None = None
     """In plain decoding, once the next step is queued: undoes this one, unless it was read."""
 
@@ -49,8 +54,11 @@ class Session:
     Args:
         target: what decides about every token.
         drafter: proposes; None decodes plainly, through the same operations.
-        block_size: inputs of a verify, 1 … the drafter's `max_drafts` + 1 (the default). The
-            drafter runs at its own block in any case and its proposals are cut.
+        block_size: inputs of a verify, 1 … the drafter's `max_drafts` + 1 (the default), or "auto":
+            each round as many as should pay, plain steps included. The drafter runs at its own
+            block in any case and its proposals are cut.
+        costs: of a round by width, for "auto"; None takes what is cached for this target, drafter
+            and machine, and measures it where nothing is, which takes some seconds.
         sampling: how tokens are chosen; None takes the argmax, the lowest id where two are equal.
         prefill_step_size: most inputs of one prefill call, as in mlx-lm.
 
@@ -64,7 +72,8 @@ class Session:
         target: Target,
         drafter: Drafter | None = None,
         *,
-        block_size: int | None = None,
+        block_size: int | Literal["auto"] | None = None,
+        costs: Costs | None = None,
         sampling: Sampling | None = None,
         prefill_step_size: int = 2048,
     ) -> None:
@@ -73,7 +82,12 @@ class Session:
         if drafter is not None and not isinstance(drafter, Drafter):
             raise TypeError(f"[Session] expected a drafter but got {type(drafter).__name__}.")
         largest = 1 if drafter is None else drafter.max_drafts + 1
-        if block_size is None:
+        auto = block_size == "auto"
+        if isinstance(block_size, str) and not auto:
+            raise ValueError(
+                f'[Session] expected block_size "auto" or a number but got {block_size!r}.'
+            )
+        if block_size is None or isinstance(block_size, str):
             block_size = largest
         if not 1 <= block_size <= largest:
             raise ValueError(
@@ -98,8 +112,8 @@ class Session:
         self._cache = target.make_cache(1)
         self._round_start: int | None = None
         """Length of `tokens` before the last round, while it can be rewound."""
-        self._unfed: tuple[mx.array, int] | None = None
-        """Taps of the last round and their position, until the draft gets those that were kept."""
+        self._unfed: list[tuple[mx.array, int]] = []
+        """Taps of rounds and their positions, until the draft gets those that were kept."""
         self._told = 0
         """Of `tokens`, those that the draft has observed."""
         self._in_flight: list[_Verify] = []
@@ -108,6 +122,9 @@ class Session:
         self._closed = False
         self._broken: str | None = None
         self.sampling = sampling
+        self._policy: WidthPolicy | None = None
+        if auto and self._draft is not None and drafter is not None:
+            self._policy = WidthPolicy(costs or costs_of(target, drafter), block_size)
 
     def __enter__(self) -> Session:
         return self
@@ -205,13 +222,14 @@ class Session:
         if limit is not None and limit < 1:
             raise ValueError(f"[Session] expected a limit of at least 1 but got {limit}.")
         if not self._in_flight:
-            self._settle()
-            width = self.block_size if limit is None else min(self.block_size, limit)
+            choice = self._choose(limit)
+            self._settle(feed=choice.width > 1)
             pending = mx.array([[self.tokens[-1]]], dtype=mx.int32)
-            self._in_flight.append(self._launch(pending, width - 1))
+            self._in_flight.append(self._launch(pending, choice))
         verify = self._in_flight[0]
         try:
-            if self._draft is None and limit != 1 and verify.take_back is None:
+            goes_on = self._draft is None or verify.plain_steps > 1
+            if goes_on and limit != 1 and verify.take_back is None:
                 self._queue_after(verify)
             sound, accepted, *rest = self._read(verify.read)
             if not sound:
@@ -222,10 +240,12 @@ class Session:
         except BaseException:
             self._drop_in_flight()
             raise
-        drafts, choice = rest[: verify.drafted], rest[verify.drafted :]
-        tokens = drafts[:accepted] + choice[accepted : accepted + 1]
+        drafts, drawn = rest[: verify.drafted], rest[verify.drafted :]
+        tokens = drafts[:accepted] + drawn[accepted : accepted + 1]
         result = Round(tokens, drafts, accepted, verify.logits[: accepted + 1])
-        stats = self.stats.counted(verify.drafted, accepted)
+        stats = self.stats.counted(verify.drafted, accepted, verify.reason)
+        if self._policy is not None:
+            self._policy.record(verify.position, verify.drafted, accepted)
         self._finishing = verify, tokens, self.tokens, stats
         try:
             self._finish()
@@ -243,11 +263,11 @@ class Session:
             self._cache.commit([len(tokens)])
         if self._in_flight and self._in_flight[0] is verify:
             del self._in_flight[0]
-        if verify.taps is not None:
-            self._unfed = verify.taps, verify.position
+        unfed = [] if verify.taps is None else [(verify.taps, verify.position)]
         self._round_start = len(before)
-        # No call in this line: a Ctrl-C finds all of it done or none.
+        # No call in these lines: a Ctrl-C finds all of it done or none.
         self.tokens, self.stats, self._finishing = before + tokens, stats, None
+        self._unfed = self._unfed + unfed
 
     def rewind(self, count: int) -> None:
         """Keep only the first `count` tokens of the last round, before anything else is called.
@@ -292,8 +312,14 @@ class Session:
             finally:
                 self._draft = None
 
-    def _launch(self, pending: mx.array, count: int) -> _Verify:
-        """Build one verify, lazily: `pending [1, 1]` and `count` drafts after it."""
+    def _choose(self, limit: int | None) -> Choice:
+        if self._policy is not None:
+            return self._policy.choose(self._cache.lengths[0], limit)
+        return Choice(self.block_size if limit is None else min(self.block_size, limit), "fixed")
+
+    def _launch(self, pending: mx.array, choice: Choice) -> _Verify:
+        """Build one verify, lazily: `pending [1, 1]` and drafts after it."""
+        count = choice.width - 1
         position = self._cache.lengths[0]
         sampler, probabilities = self._sampler, None
         if self._draft is not None and count > 0:
@@ -310,7 +336,7 @@ class Session:
             block = mx.concatenate([pending, drafts], axis=1)
         else:
             drafts, block = None, pending
-            if self._draft is not None:
+            if self._draft is not None and self._policy is None:
                 self._start(self._draft.arrays())  # no proposal reaches its context
         try:
             hidden, taps = self.target.forward(
@@ -318,23 +344,25 @@ class Session:
             )
             logits = self.target.logits(hidden)[0]
             if sampler is None:
-                choice = mx.argmax(logits, axis=-1).astype(mx.int32)
+                drawn = mx.argmax(logits, axis=-1).astype(mx.int32)
             else:
                 logits = sampler.processed(logits, self._tokens_before(position, block))
-                choice = sampler.draw(logits, position + 1)
+                drawn = sampler.draw(logits, position + 1)
             if drafts is None:
-                read = mx.concatenate([mx.array([1, 0], dtype=mx.int32), choice])
+                read = mx.concatenate([mx.array([1, 0], dtype=mx.int32), drawn])
             else:
-                agreed = choice[:-1] == drafts[0]
+                agreed = drawn[:-1] == drafts[0]
                 if probabilities is not None and sampler is not None:
-                    agreed, choice = sampler.judge(logits, drafts[0], probabilities, position + 1)
+                    agreed, drawn = sampler.judge(logits, drafts[0], probabilities, position + 1)
                 accepted = mx.cumprod(agreed.astype(mx.int32)).sum(keepdims=True)
-                read = mx.concatenate([sound, accepted, drafts[0], choice])
+                read = mx.concatenate([sound, accepted, drafts[0], drawn])
         except BaseException:
             self._take_back()
             raise
         drafted = 0 if drafts is None else count
-        return _Verify(position, drafted, read, choice, logits, taps)
+        return _Verify(
+            position, drafted, read, drawn, logits, taps, choice.reason, choice.plain_steps
+        )
 
     def _tokens_before(self, position: int, block: mx.array) -> mx.array | None:
         """int32 `[position + n]`: the committed tokens up to `position`, and `block [1, n]`."""
@@ -347,7 +375,8 @@ class Session:
         """In plain decoding, hand the device its next step before the host reads this one."""
         verify.take_back = self._cache.snapshot()
         self._cache.commit([1])
-        queued = self._launch(verify.choice[None], 0)
+        steps = max(0, verify.plain_steps - 1)
+        queued = self._launch(verify.drawn[None], Choice(1, verify.reason, steps))
         self._in_flight.append(queued)
         self._start([queued.read])
 
@@ -375,21 +404,27 @@ class Session:
             self._broken = str(error)
             raise
 
-    def _settle(self) -> None:
-        """Give the draft what the last round kept; from here on it cannot be rewound."""
+    def _settle(self, feed: bool = True) -> None:
+        """From here on the last round cannot be rewound. With `feed` the draft gets what was kept:
+        plain steps wait for the next block that is drafted.
+        """
         self._drop_in_flight()
         self._round_start = None
-        if self._unfed is not None and self._draft is not None:
-            taps, position = self._unfed
-            self._feed(taps[:, : self._cache.lengths[0] - position], position)
-        self._unfed = None
+        if self._unfed and feed:
+            ends = [position for _, position in self._unfed[1:]] + self._cache.lengths
+            kept = [
+                taps[:, : end - position]
+                for (taps, position), end in zip(self._unfed, ends, strict=True)
+            ]
+            taps = kept[0] if len(kept) == 1 else mx.concatenate(kept, axis=1)
+            self._feed(taps, self._unfed[0][1])
 
     def _feed(self, taps: mx.array, position: int) -> None:
         """Extend the draft's context. A draft that was interrupted in it is no longer trusted."""
         assert self._draft is not None
         try:
             self._draft.extend(taps, position)
-            self._unfed = None
+            self._unfed = []
         except BaseException as error:
             self._lose_context(error)
             raise
@@ -434,6 +469,13 @@ class Session:
             raise ValueError(
                 f"[Session] expected a sound state but an earlier call failed: {self._broken}."
             )
+
+
+def costs_of(target: Target, drafter: Drafter) -> Costs:
+    """Of a round by width on this machine, cached or measured now."""
+    from .costs import cached_or_measured  # it measures sessions
+
+    return cached_or_measured(target, drafter)
 
 
 def _token_list(tokens: Sequence[int] | mx.array, vocab_size: int) -> list[int]:

@@ -1,0 +1,138 @@
+"""What a round costs by width: measured once for a target, a drafter and a machine, and kept."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, cast
+
+import mlx.core as mx
+from mlx.nn.layers.base import Module
+from mlx.utils import tree_flatten
+
+from .drafters.protocol import Drafter
+from .policy import Costs
+from .session import Session
+from .targets import Target
+
+WIDTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+CONTEXT = 512
+"""The context at which costs are measured unless another one is asked for."""
+_SECONDS = 6.0
+"""No round is repeated after so long, but for the second time."""
+
+
+def measure(
+    target: Target,
+    drafter: Drafter,
+    context: int = CONTEXT,
+    *,
+    repeats: int = 9,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[int, float]:
+    """Median seconds of a round by width after `context` tokens, the widths taken in turn.
+
+    A round is drafted, verified and committed as any other; whether drafts are accepted does not
+    matter to its cost. Width 1 is a step of plain decoding, queued ahead as there.
+    """
+    widths = [w for w in WIDTHS if w <= drafter.max_drafts] + [drafter.max_drafts + 1]
+    prompt = [(7 * i) % target.vocab_size for i in range(max(2, context))]
+    seconds: dict[int, list[float]] = {width: [] for width in widths}
+    with Session(target) as plain, Session(target, drafter) as drafting:
+        for session in (plain, drafting):
+            session.prefill(prompt)
+        start = time.perf_counter()
+        for repeat in range(repeats + 1):  # the first pays for what is made on first use
+            for width in widths:
+                mx.synchronize()  # what a plain step has queued
+                if width == 1:
+                    plain.round()
+                began = time.perf_counter()
+                for _ in range(2):
+                    (plain if width == 1 else drafting).round(None if width == 1 else width)
+                if repeat > 0:
+                    seconds[width].append((time.perf_counter() - began) / 2)
+            if progress is not None:
+                progress(repeat, repeats)
+            if repeat > 1 and time.perf_counter() - start > _SECONDS:
+                break
+    return {width: median(times) for width, times in seconds.items()}
+
+
+def cached_or_measured(
+    target: Target, drafter: Drafter, contexts: Sequence[int] | None = None, renew: bool = False
+) -> Costs:
+    """The costs in the cache file, completed by a measurement of what it lacks.
+
+    Without `contexts` anything that is there will do, and CONTEXT is measured where nothing is.
+    """
+    key, path = fingerprint(target, drafter), cache_file()
+    known = {} if renew else {int(c): _row(row) for c, row in _read(path).get(key, {}).items()}
+    wanted = contexts if contexts is not None else ([] if known else [CONTEXT])
+    new = {context: measure(target, drafter, context) for context in wanted if context not in known}
+    if new:
+        known |= new
+        _write(path, key, known)
+    return Costs(known)
+
+
+def fingerprint(target: Target, drafter: Drafter) -> str:
+    """Of all that a cost depends on: shapes and dtypes, not weights; the machine; versions."""
+    from .doctor import build_info
+
+    info = build_info()
+    parts = [
+        _shapes(target.model),
+        _shapes(getattr(drafter, "model", None)),
+        type(drafter).__name__,
+        drafter.max_drafts,
+        target.exact,
+        os.cpu_count(),
+        [info[name] for name in ("backend", "device", "kernels", "environment", "versions")],
+    ]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _shapes(model: object) -> list[str]:
+    if not isinstance(model, Module):
+        return []
+    arrays = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
+    return [f"{name} {array.shape} {array.dtype}" for name, array in arrays]
+
+
+def cache_file() -> Path:
+    """$DFLASH_NATIVE_CACHE, else $XDG_CACHE_HOME/dflash-native or ~/.cache/dflash-native."""
+    own = os.environ.get("DFLASH_NATIVE_CACHE")
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(own or Path(base, "dflash-native")).expanduser() / "costs.json"
+
+
+def _row(row: dict[str, float]) -> dict[int, float]:
+    return {int(width): seconds for width, seconds in row.items()}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """What is there; nothing where it is missing or damaged."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: Path, key: str, costs: dict[int, dict[int, float]]) -> None:
+    """In one step; a place that cannot be written to is not an error: it is measured again."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(_read(path) | {key: costs}, indent=1)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(text)
+        os.replace(file.name, path)
+    except OSError:
+        pass

@@ -1,0 +1,143 @@
+"""How many inputs a verify gets, chosen each round: wide where drafts are accepted, one where not.
+
+The expected tokens of a round of width w are `1 + sum_{i < w} prod_{j <= i} a_j`, with `a_j` the
+chance that draft j is accepted if those before it are. They are estimated from the request's own
+rounds, older ones counting less; the cost of a round by width is measured once. The width with most
+tokens a second wins. Plain decoding is width 1: there nothing is learnt, so drafts are tried again
+from time to time, as long as all that speculation has cost this request beyond plain decoding stays
+within a small share of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+EXCESS = 0.02
+"""The share of plain decoding's time that attempts may cost a request in the long run."""
+CREDIT = 2.5
+"""Plain steps that attempts may cost beyond that share."""
+_DECAY = 0.9
+"""What a round counts less than the one after it."""
+_FADE = 0.98
+"""What it counts less for each token that was decoded plainly since."""
+_PRIOR = 0.75
+"""The chance of the first draft before anything is known, and of one that was never reached: that
+of the draft before it."""
+_PRIOR_TRIALS = 2.0
+"""How many trials that is worth."""
+_RETRY = 2
+"""Plain rounds before the first attempt to draft again; doubled by each that fails."""
+_LONGEST_RETRY = 32
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of a round, drafting and all, by context and width; width 1 is a plain step."""
+
+    seconds: Mapping[int, Mapping[int, float]]
+
+    def __post_init__(self) -> None:
+        for context, row in self.seconds.items():
+            if 1 not in row or not all(w >= 1 and s > 0 for w, s in row.items()):
+                raise ValueError(
+                    "[Costs] expected positive seconds by width, width 1 among them, "
+                    f"but got {dict(row)} for context {context}."
+                )
+        if not self.seconds:
+            raise ValueError("[Costs] expected costs of at least one context but got none.")
+
+    def at(self, context: int) -> Mapping[int, float]:
+        """Of the measured context that is nearest on a logarithmic scale."""
+        near = min(self.seconds, key=lambda c: abs(math.log((c + 1) / (context + 1))))
+        return self.seconds[near]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A width, and why."""
+
+    width: int
+    reason: str
+    """"rate": its expected rate is best; "attempt": drafts are tried again; "budget": attempts have
+    cost enough; "fixed": there was nothing to choose."""
+    plain_steps: int = 0
+    """So many rounds, this one among them, will be plain."""
+
+
+class WidthPolicy:
+    """The choices of one request."""
+
+    def __init__(self, costs: Costs, largest: int) -> None:
+        """`largest`: most inputs of a verify. Widths that were not measured are not chosen."""
+        self._costs = costs
+        self._largest = largest
+        self._trials = [0.0] * (largest - 1)
+        self._hits = [0.0] * (largest - 1)
+        self._excess = 0.0
+        """Seconds that speculation took beyond plain steps for the same tokens."""
+        self._plain = 0.0
+        """Seconds of plain steps for all tokens so far."""
+        self._wait, self._retry = 0, _RETRY
+        self._undrafted = 0
+        """Tokens since the last draft."""
+
+    def choose(self, context: int, limit: int | None = None) -> Choice:
+        """The width of the next round, at most `limit`."""
+        costs = self._costs.at(context)
+        largest = self._largest if limit is None else min(self._largest, limit)
+        widths = [w for w in sorted(costs) if w <= largest]
+        if len(widths) == 1:
+            return Choice(1, "fixed")
+        rates = {w: self.expected(w) / costs[w] for w in widths}
+        best = max(widths, key=rates.__getitem__)
+        if best > 1:
+            return self._affordable(Choice(best, "rate"), 0.0, costs[1])
+        if self._wait > 0:
+            return Choice(1, "rate", self._wait)
+        # What one learns grows more slowly than the width.
+        width = max(widths[1:], key=lambda w: (w - 1) ** 0.5 / costs[w])
+        return self._affordable(Choice(width, "attempt"), costs[width] - costs[1], costs[1])
+
+    def _affordable(self, choice: Choice, extra: float, plain: float) -> Choice:
+        """The choice, or plain steps until this request can spend `extra` seconds more."""
+        over = self._excess + extra - CREDIT * plain - EXCESS * self._plain
+        if over <= 0:
+            return choice
+        return Choice(1, "budget", math.ceil(over / (EXCESS * plain)))
+
+    def record(self, context: int, drafted: int, accepted: int) -> None:
+        """What a round came to that began at `context`."""
+        tokens, width = accepted + 1, drafted + 1
+        costs = self._costs.at(context)
+        plain = costs[1]
+        self._plain += tokens * plain
+        if drafted == 0:
+            self._wait = max(0, self._wait - 1)
+            self._undrafted += tokens
+            return
+        spent = costs[min((w for w in costs if w >= width), default=max(costs))]
+        self._excess = max(self._excess + spent - tokens * plain, -CREDIT * plain)
+        decay = _DECAY * _FADE**self._undrafted
+        for i in range(len(self._trials)):
+            reached = i < drafted and i <= accepted
+            if reached or self._undrafted:
+                self._trials[i] = decay * self._trials[i] + reached
+                self._hits[i] = decay * self._hits[i] + (i < accepted)
+        if spent <= tokens * plain:
+            self._wait, self._retry = 0, _RETRY
+        else:
+            self._wait = self._retry
+            self._retry = min(2 * self._retry, _LONGEST_RETRY)
+        self._undrafted = 0
+
+    def expected(self, width: int) -> float:
+        """Tokens of a round of this width."""
+        tokens = chance = 1.0
+        share = _PRIOR
+        for i in range(width - 1):
+            share = (self._hits[i] + _PRIOR_TRIALS * share) / (self._trials[i] + _PRIOR_TRIALS)
+            chance *= share
+            tokens += chance
+        return tokens
