@@ -52,9 +52,7 @@ def download() -> None:
     _unpack(ZIG, [f"ziglang=={ZIG_VERSION}"], zig)
 
 
-def _unpack(
-    folder: Path, requirements: list[str], members: tuple[str, ...], *options: str
-) -> None:
+def _unpack(folder: Path, requirements: list[str], members: tuple[str, ...], *options: str) -> None:
     """The wheels' files whose names start with one of `members`, together in `folder`."""
     with locked(folder.name):
         if folder.is_dir():
@@ -86,9 +84,19 @@ def attested() -> dict[str, set[str]]:
         for symbol, library in binary.imports.items():
             if library:
                 found[library].add(symbol)
-    lines = (BENCH / "macos/libcxx.txt").read_text().splitlines()
-    found["/usr/lib/libc++.1.dylib"].update(x for x in lines if x.startswith("_"))
+    found["/usr/lib/libc++.1.dylib"] |= listed()
     return {library: symbols for library, symbols in found.items() if library.startswith("/")}
+
+
+def listed() -> set[str]:
+    """What macos/libcxx.txt says that libc++ exports."""
+    lines = (BENCH / "macos/libcxx.txt").read_text().splitlines()
+    return {line for line in lines if line.startswith("_")}
+
+
+def libsystem() -> set[str]:
+    """What libSystem exports."""
+    return set(re.findall(r"[\w$]+", (ZIG / ZIG_SYSTEM).read_text()))
 
 
 def _stub(path: Path, install_name: str, symbols: set[str]) -> None:
@@ -145,10 +153,23 @@ def sdk() -> Path:
     """The folder to build against."""
     if missing_downloads():
         raise BenchError(f"{' '.join(missing_downloads())} missing: `python -m tests.metal setup`")
-    return cached("macos-sdk", (MLX_VERSION, ZIG_VERSION, sys.version), _sdk)
+    own = tree_hash("tests/metal/macos", "tests/metal/macos.py", "tests/metal/macho.py")
+    return cached("macos-sdk", (MLX_VERSION, ZIG_VERSION, sys.version, own), _sdk, bench=False)
 
 
-BUILD_WHEEL = "import sys, scikit_build_core.build as b; b.build_wheel(sys.argv[1], dict(x.split('=', 1) for x in sys.argv[2:]))"
+BUILD_WHEEL = """
+import sys, scikit_build_core.build
+settings = dict(word.split("=", 1) for word in sys.argv[2:])
+scikit_build_core.build.build_wheel(sys.argv[1], settings)
+"""
+SOURCES = ["CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml"]
+SOURCES += ["cmake", "csrc", "metal", "python"]
+
+
+def _build(folder: Path, settings: dict[str, object], **environment: str) -> None:
+    words = [f"{key}={value}" for key, value in settings.items()]
+    command = [sys.executable, "-c", BUILD_WHEEL, folder, *words]
+    run(*command, cwd=ROOT, env=os.environ | environment)
 
 
 def build() -> Path:
@@ -157,8 +178,6 @@ def build() -> Path:
     scikit-build-core builds it as it does on a Mac, told by the variables that its cross builds
     go by; only the files that changed since the last call are compiled.
     """
-    tree = ["CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml"]
-    tree += ["cmake", "csrc", "metal", "python"]
 
     def make(folder: Path) -> None:
         work = CACHE / "macos-build"
@@ -168,16 +187,24 @@ def build() -> Path:
             "cmake.define.MLX_ROOT": MLX / "mlx",
             "cmake.define.Python_INCLUDE_DIR": sdk() / "python",
         }
-        environment = os.environ | {
-            "_PYTHON_HOST_PLATFORM": "macosx-14.0-arm64",
-            "SETUPTOOLS_EXT_SUFFIX": f".cpython-{PYTHON[2:]}-darwin.so",
-        }
         with locked(work.name):
             if not (work / sdk().name).exists():  # CMake keeps what it found in another one
                 shutil.rmtree(work, ignore_errors=True)
                 (work / sdk().name).mkdir(parents=True)
-            words = [f"{key}={value}" for key, value in settings.items()]
-            run(sys.executable, "-c", BUILD_WHEEL, folder, *words, cwd=ROOT, env=environment)
+            suffix = f".cpython-{PYTHON[2:]}-darwin.so"
+            platform = "macosx-14.0-arm64"
+            _build(folder, settings, _PYTHON_HOST_PLATFORM=platform, SETUPTOOLS_EXT_SUFFIX=suffix)
 
-    (wheel,) = cached("macos-wheel", (str(sdk()), tree_hash(*tree)), make).glob("*.whl")
+    folder = cached("macos-wheel", (sdk().name, tree_hash(*SOURCES)), make, bench=False)
+    (wheel,) = folder.glob("*.whl")
+    return wheel
+
+
+def build_without_extension() -> Path:
+    """A wheel of the files that are the same on all systems."""
+
+    def make(folder: Path) -> None:
+        _build(folder, {"wheel.cmake": "false"})
+
+    (wheel,) = cached("python-wheel", tree_hash(*SOURCES), make, bench=False).glob("*.whl")
     return wheel

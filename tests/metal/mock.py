@@ -49,7 +49,9 @@ def build() -> Path:
             for file in (name, "_built.py"):
                 shutil.copyfile(work / file, folder / file)
 
-    return cached("mock", (place, tree_hash("CMakeLists.txt", "cmake", "csrc", "metal")), make) / name
+    return (
+        cached("mock", (place, tree_hash("CMakeLists.txt", "cmake", "csrc", "metal")), make) / name
+    )
 
 
 @functools.cache

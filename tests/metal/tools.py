@@ -90,9 +90,9 @@ def _bench_hash() -> str:
     """Of the bench's own sources, so that no build product outlives a change."""
     digest = hashlib.sha256()
     for path in sorted(BENCH.rglob("*")):
-        code = (
-            path.suffix in (".py", ".cpp", ".cmake", ".h", ".hpp", ".txt")
-            or path.name in ("metal_stdlib", "__config_site")
+        code = path.suffix in (".py", ".cpp", ".cmake", ".h", ".hpp", ".txt") or path.name in (
+            "metal_stdlib",
+            "__config_site",
         )
         if code and not path.name.startswith("test_"):
             digest.update(str(path.relative_to(BENCH)).encode() + b"\0" + path.read_bytes())
@@ -108,13 +108,15 @@ def locked(name: str) -> Iterator[None]:
         yield
 
 
-def cached(name: str, key: object, make: Callable[[Path], None]) -> Path:
+def cached(name: str, key: object, make: Callable[[Path], None], bench: bool = True) -> Path:
     """The folder CACHE/name-hash, filled by `make(folder)` the first time.
 
-    The hash covers `key` and the bench's sources. Processes that want the same folder at the same
-    time wait for the first of them.
+    The hash covers `key` and, with `bench`, the bench's sources. Processes that want the same
+    folder at the same time wait for the first of them.
     """
-    digest = hashlib.sha256((_bench_hash() + repr(key)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(((_bench_hash() if bench else "") + repr(key)).encode()).hexdigest()[
+        :16
+    ]
     final = CACHE / f"{name}-{digest}"
     if final.is_dir():
         return final
