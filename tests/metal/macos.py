@@ -16,6 +16,7 @@ import sys
 import sysconfig
 import tempfile
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from . import macho
@@ -166,7 +167,7 @@ SOURCES = ["CMakeLists.txt", "LICENSE", "README.md", "pyproject.toml"]
 SOURCES += ["cmake", "csrc", "metal", "python"]
 
 
-def _build(folder: Path, settings: dict[str, object], **environment: str) -> None:
+def _build(folder: Path, settings: Mapping[str, object], **environment: str) -> None:
     words = [f"{key}={value}" for key, value in settings.items()]
     command = [sys.executable, "-c", BUILD_WHEEL, folder, *words]
     run(*command, cwd=ROOT, env=os.environ | environment)

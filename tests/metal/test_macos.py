@@ -99,7 +99,7 @@ FAULTS: dict[str, tuple[Callable[[Files], None], set[str]]] = {
     ),
     "another tag in WHEEL": (replaced("/WHEEL", TAG.encode(), TAG[:-1].encode() + b"5"), {"tag"}),
     "another version of mlx": (
-        replaced("/_built.py", macos.MLX_VERSION.encode(), b"0.32.x"),
+        replaced("/_built.py", macos.MLX_VERSION.encode(), macos.MLX_VERSION[:-1].encode() + b"x"),
         {"version of mlx"},
     ),
     "a module lost": (without("dflash_native/tape.py"), {"files"}),
