@@ -6,11 +6,12 @@ import argparse
 import os
 import runpy
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 from . import audit, frontend, install, lint, macos, mock
-from .tools import SHADERS, BenchError
+from .tools import ROOT, SHADERS, BenchError
 
 
 def _source_options(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +51,11 @@ def _mock(a: argparse.Namespace) -> int:
         print(mock.build())
         return 0
     os.execvpe(a.command[0], a.command, mock.environment(a.schedule))
+
+
+def _host(a: argparse.Namespace) -> int:
+    command = [sys.executable, "-m", "pytest", *a.options, *mock.TESTS]
+    return subprocess.run(command, env=mock.environment(a.schedule), cwd=ROOT).returncode
 
 
 def _wheel(a: argparse.Namespace) -> int:
@@ -93,6 +99,11 @@ def main() -> int:
     p.add_argument("--schedule", type=int, choices=(0, 1, 2), default=0)
     p.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     p.set_defaults(function=_mock)
+    p = commands.add_parser(
+        "host", help="the operations' tests on the mock device; other options are pytest's"
+    )
+    p.add_argument("--schedule", type=int, choices=(0, 1, 2), default=0)
+    p.set_defaults(function=_host)
     p = commands.add_parser("wheel", help="build the wheel for macOS and print its path")
     p.add_argument("--out", type=Path, metavar="FOLDER", help="copy it there")
     p.set_defaults(function=_wheel)
@@ -100,7 +111,9 @@ def main() -> int:
     p.add_argument("wheel", nargs="?", type=Path, help="default: the one that `wheel` builds")
     p.set_defaults(function=_audit)
 
-    a = parser.parse_args()
+    a, a.options = parser.parse_known_args()
+    if a.options and a.function is not _host:
+        parser.error(f"unrecognized arguments: {' '.join(a.options)}")
     return a.function(a) or 0
 
 

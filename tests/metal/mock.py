@@ -15,6 +15,21 @@ from types import ModuleType
 
 from .tools import BENCH, CACHE, CLANGXX, LLVM, ROOT, cached, locked, python_program, run, tree_hash
 
+# Tests of the operations that have shaders, and of what is built on them: as on any backend.
+TESTS = [
+    f"tests/test_{name}.py"
+    for name in (
+        "causal_conv1d",
+        "gated_delta",
+        "gated_delta_gates",
+        "kv_write",
+        "verify_matmul",
+        "verify_attention",
+        "ops",
+        "cache",
+    )
+]
+
 
 def build() -> Path:
     """The path of the module `_ext`; raises BenchError with what the compiler said.
