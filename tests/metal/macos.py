@@ -173,6 +173,15 @@ def _build(folder: Path, settings: Mapping[str, object], **environment: str) -> 
     run(*command, cwd=ROOT, env=os.environ | environment)
 
 
+def defines() -> dict[str, Path]:
+    """What CMake is told beyond what it is told on a Mac."""
+    return {
+        "CMAKE_TOOLCHAIN_FILE": sdk() / "toolchain.cmake",
+        "MLX_ROOT": MLX / "mlx",
+        "Python_INCLUDE_DIR": sdk() / "python",
+    }
+
+
 def build() -> Path:
     """The path of the wheel; raises BenchError with what the compiler said.
 
@@ -182,12 +191,8 @@ def build() -> Path:
 
     def make(folder: Path) -> None:
         work = CACHE / "macos-build"
-        settings = {
-            "build-dir": work,
-            "cmake.define.CMAKE_TOOLCHAIN_FILE": sdk() / "toolchain.cmake",
-            "cmake.define.MLX_ROOT": MLX / "mlx",
-            "cmake.define.Python_INCLUDE_DIR": sdk() / "python",
-        }
+        settings = {f"cmake.define.{name}": path for name, path in defines().items()}
+        settings["build-dir"] = work
         with locked(work.name):
             if not (work / sdk().name).exists():  # CMake keeps what it found in another one
                 shutil.rmtree(work, ignore_errors=True)

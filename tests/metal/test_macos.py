@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from . import audit, macho, macos
 from .audit import EXTENSION, RPATH, TAG
-from .tools import BenchError
+from .tools import ROOT, SHADERS, BenchError, python_program, run
 
 Files = dict[str, bytes]
 
@@ -148,6 +149,47 @@ def test_a_file_that_is_no_extension(macos_wheel: Path, tmp_path: Path) -> None:
     path = rewritten(macos_wheel, tmp_path / macos_wheel.name, linux)
     with pytest.raises(BenchError, match="expected a Mach-O file for arm64"):
         audit.audit(path)
+
+
+XCRUN = """#!/bin/sh
+echo "$@" >> "$(dirname "$0")/calls"
+while [ $# -gt 0 ]; do
+  case $1 in
+    -o) : > "$2" ;;
+    -MF) dependencies=$2 ;;
+    -MT) echo "$2:" > "$dependencies" ;;
+  esac
+  shift
+done
+"""
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_a_metallib_is_built_where_xcodes_metal_works(
+    works: bool, macos_wheel: Path, tmp_path: Path
+) -> None:
+    """A stand-in for `xcrun`: what CMake asks of it, and that the metallib is installed."""
+    program = tmp_path / "xcrun"
+    program.write_text(XCRUN if works else "#!/bin/sh\nexit 72\n")
+    program.chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    cmake, build = python_program("cmake"), tmp_path / "build"
+    defines = [f"-D{key}={value}" for key, value in macos.defines().items()]
+    ninja = f"-DCMAKE_MAKE_PROGRAM={python_program('ninja')}"
+    run(cmake, "-S", ROOT, "-B", build, "-GNinja", ninja, *defines, env=environment)
+    target = "dflash_native_metallib"
+    if not works:
+        with pytest.raises(BenchError, match=f"unknown target '{target}'"):
+            run(cmake, "--build", build, "--target", target, env=environment)
+        return
+    run(cmake, "--build", build, "--target", target, env=environment)
+    lines = (tmp_path / "calls").read_text().splitlines()
+    *_, link = calls = [line for line in lines if " -o " in line]
+    compiled = {Path(word).name for call in calls for word in call.split() if "/metal/" in word}
+    assert compiled == {file.name for file in SHADERS.glob("*.metal")}
+    assert all("-mmacosx-version-min=14.0" in call for call in calls)
+    assert link.endswith("dflash_native.metallib") and (build / "dflash_native.metallib").exists()
+    assert "dflash_native.metallib" in (build / "cmake_install.cmake").read_text()
 
 
 def test_what_apple_signed_verifies(macos_wheel: Path) -> None:
