@@ -60,7 +60,10 @@ def _host(a: argparse.Namespace) -> int:
 
 def _wheel(a: argparse.Namespace) -> int:
     wheel = macos.build()
-    print(shutil.copy(wheel, a.out) if a.out else wheel)
+    if a.out:
+        a.out.mkdir(parents=True, exist_ok=True)
+        wheel = shutil.copy(wheel, a.out)
+    print(wheel)
     return 0
 
 
