@@ -73,6 +73,8 @@ def every_operation():
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_compiled_and_strided_calls_have_the_bits_of_plain_ones(backend, operation):
     """A placeholder of mx.compile says that it is contiguous: what it stands for may not be."""
+    if operation == "pack_matmul" and backend == "mock":
+        pytest.skip("it is the CPU's")
     call, arrays = every_operation()[operation]
     expected = call(*arrays)
     compiled = mx.compile(call)
@@ -117,10 +119,8 @@ def test_keep_in_other_integers(backend):
         assert mx.all(mx.isnan(ops.gated_delta_replay(state, tape, wide)[0]))
 
 
-def test_a_failed_call_leaves_nan_and_no_old_memory():
+def test_a_failed_call_leaves_nan_and_no_old_memory(cpu):
     """Elsewhere the array could be read after the error, and held what the memory had held."""
-    before = mx.default_device()
-    mx.set_default_device(mx.cpu)
     inputs, state = gated_delta(1, 3, 1, 1, 32, 4)
     _, tape, _ = ops.gated_delta_verify(*inputs, state)
     replayed = ops.gated_delta_replay(state, tape, mx.array([7]))
@@ -133,7 +133,6 @@ def test_a_failed_call_leaves_nan_and_no_old_memory():
         except RuntimeError as error:
             assert "keep" in str(error)
     assert nan
-    mx.set_default_device(before)
 
 
 @pytest.mark.skipif(mx.is_available(mx.gpu), reason="CUDA and Metal do not survive a fork")

@@ -275,7 +275,7 @@ print(_native.extension.cpu_isa(), _native.extension.cpu_threads(), digest.hexdi
 """
 
 
-def test_instruction_sets_and_thread_counts_give_the_same_bits():
+def test_instruction_sets_and_thread_counts_give_the_same_bits(cpu):
     check_same_bits(PROGRAM, "2.0", "2.01")
 
 

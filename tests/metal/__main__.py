@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import runpy
+import shutil
+import subprocess
 import sys
+from pathlib import Path
 
-from . import frontend, install, lint, mock
-from .tools import SHADERS, BenchError
+from . import audit, frontend, install, lint, macos, mock
+from .tools import ROOT, SHADERS, BenchError
 
 
 def _source_options(parser: argparse.ArgumentParser) -> None:
@@ -50,6 +53,27 @@ def _mock(a: argparse.Namespace) -> int:
     os.execvpe(a.command[0], a.command, mock.environment(a.schedule))
 
 
+def _host(a: argparse.Namespace) -> int:
+    command = [sys.executable, "-m", "pytest", *a.options, *mock.TESTS]
+    return subprocess.run(command, env=mock.environment(a.schedule), cwd=ROOT).returncode
+
+
+def _wheel(a: argparse.Namespace) -> int:
+    wheel = macos.build()
+    if a.out:
+        a.out.mkdir(parents=True, exist_ok=True)
+        wheel = shutil.copy(wheel, a.out)
+    print(wheel)
+    return 0
+
+
+def _audit(a: argparse.Namespace) -> int:
+    results = audit.audit(a.wheel or macos.build())
+    for name, (passed, found) in results.items():
+        print(f"{'PASS' if passed else 'FAIL'} {name}: {found}")
+    return int(not all(passed for passed, _ in results.values()))
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.metal", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -78,8 +102,21 @@ def main() -> int:
     p.add_argument("--schedule", type=int, choices=(0, 1, 2), default=0)
     p.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
     p.set_defaults(function=_mock)
+    p = commands.add_parser(
+        "host", help="the operations' tests on the mock device; other options are pytest's"
+    )
+    p.add_argument("--schedule", type=int, choices=(0, 1, 2), default=0)
+    p.set_defaults(function=_host)
+    p = commands.add_parser("wheel", help="build the wheel for macOS and print its path")
+    p.add_argument("--out", type=Path, metavar="FOLDER", help="copy it there")
+    p.set_defaults(function=_wheel)
+    p = commands.add_parser("audit", help="a PASS or FAIL line for each property of a macOS wheel")
+    p.add_argument("wheel", nargs="?", type=Path, help="default: the one that `wheel` builds")
+    p.set_defaults(function=_audit)
 
-    a = parser.parse_args()
+    a, a.options = parser.parse_known_args()
+    if a.options and a.function is not _host:
+        parser.error(f"unrecognized arguments: {' '.join(a.options)}")
     return a.function(a) or 0
 
 

@@ -7,6 +7,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from . import macos
 from .tools import CACHE, BenchError, emulator_objects, missing, missing_python, run
 
 
@@ -32,5 +33,6 @@ def setup() -> None:
         run(sys.executable, "-m", "pip", "install", "--quiet", *requirements)
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         raise BenchError(f"{sys.executable} has no headers: install its development package")
+    macos.download()
     emulator_objects()
     print(f"ready; compiled shaders are kept in {CACHE}")

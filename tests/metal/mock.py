@@ -13,18 +13,22 @@ import sysconfig
 from pathlib import Path
 from types import ModuleType
 
-from .tools import BENCH, CACHE, CLANGXX, LLVM, ROOT, cached, locked, python_program, run
+from .tools import BENCH, CACHE, CLANGXX, LLVM, ROOT, cached, locked, python_program, run, tree_hash
 
-
-def _sources_hash() -> str:
-    """Of everything that the extension is built of."""
-    digest = hashlib.sha256()
-    files = [ROOT / "CMakeLists.txt"]
-    for folder in ("cmake", "csrc", "metal"):
-        files += sorted(p for p in (ROOT / folder).rglob("*") if p.is_file())
-    for file in files:
-        digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
-    return digest.hexdigest()
+# Tests of the operations that have shaders, and of what is built on them: as on any backend.
+TESTS = [
+    f"tests/test_{name}.py"
+    for name in (
+        "causal_conv1d",
+        "gated_delta",
+        "gated_delta_gates",
+        "kv_write",
+        "verify_matmul",
+        "verify_attention",
+        "ops",
+        "cache",
+    )
+]
 
 
 def build() -> Path:
@@ -60,7 +64,9 @@ def build() -> Path:
             for file in (name, "_built.py"):
                 shutil.copyfile(work / file, folder / file)
 
-    return cached("mock", (place, _sources_hash()), make) / name
+    return (
+        cached("mock", (place, tree_hash("CMakeLists.txt", "cmake", "csrc", "metal")), make) / name
+    )
 
 
 @functools.cache

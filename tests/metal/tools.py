@@ -8,6 +8,7 @@ import functools
 import hashlib
 import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sysconfig
@@ -15,6 +16,7 @@ import tempfile
 import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 BENCH = Path(__file__).resolve().parent
 ROOT = BENCH.parents[1]
@@ -25,6 +27,7 @@ LLVM = "22"
 CLANG, CLANGXX, NM = f"clang-{LLVM}", f"clang++-{LLVM}", f"llvm-nm-{LLVM}"
 # what shows that a Debian package is there -> the package
 PACKAGES = {CLANG: f"clang-{LLVM}", NM: f"llvm-{LLVM}", f"ld.lld-{LLVM}": f"lld-{LLVM}"}
+LIEF = "lief==1.0.0"  # reads Mach-O; another version may name things otherwise
 X86 = ["-march=x86-64-v3"]
 
 
@@ -42,20 +45,26 @@ def python_program(name: str) -> Path:
     return Path(sysconfig.get_path("scripts"), name)
 
 
-def missing_python() -> list[str]:
-    """What the mock device is built with and this Python environment lacks, as requirements."""
+def pinned(name: str) -> str:
+    """What the project's build requires of the Python package of that name, as `name==version`."""
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["build-system"]["requires"]
-    found = [name for name in ("cmake", "ninja") if not python_program(name).exists()]
-    if not importlib.util.find_spec("nanobind"):
-        found += [requirement for requirement in build if requirement.startswith("nanobind")]
+    (found, *_) = (x.partition(";")[0] for x in build if re.match(rf"{name}\b(?!\[)", x))
     return found
 
 
-def run(*command: str | Path) -> str:
+def missing_python() -> list[str]:
+    """What the builds and the audit need and this Python environment lacks, as requirements."""
+    found = [name for name in ("cmake", "ninja") if not python_program(name).exists()]
+    packages = {"nanobind": pinned("nanobind"), "scikit_build_core": pinned("scikit-build-core")}
+    packages["lief"] = LIEF
+    return found + [x for name, x in packages.items() if not importlib.util.find_spec(name)]
+
+
+def run(*command: str | Path, **options: Any) -> str:
     """Run a tool and return what it printed; BenchError with its complaint if it fails."""
     words = [str(word) for word in command]
     try:
-        done = subprocess.run(words, capture_output=True, text=True)
+        done = subprocess.run(words, capture_output=True, text=True, **options)
     except FileNotFoundError:
         raise BenchError(f"{words[0]} is missing: run `python -m tests.metal setup`") from None
     if done.returncode:
@@ -63,14 +72,27 @@ def run(*command: str | Path) -> str:
     return done.stdout
 
 
+def tree_hash(*names: str) -> str:
+    """Of the files and of the folders' files of those names in the repository's root."""
+    digest = hashlib.sha256()
+    for name in names:
+        path = ROOT / name
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        for file in files:
+            built = file.suffix in (".pyc", ".so") or file.name == "_built.py"
+            if file.is_file() and not built:
+                digest.update(str(file.relative_to(ROOT)).encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()
+
+
 @functools.cache
 def _bench_hash() -> str:
     """Of the bench's own sources, so that no build product outlives a change."""
     digest = hashlib.sha256()
     for path in sorted(BENCH.rglob("*")):
-        code = (
-            path.suffix in (".py", ".cpp", ".cmake", ".h", ".hpp", ".txt")
-            or path.name == "metal_stdlib"
+        code = path.suffix in (".py", ".cpp", ".cmake", ".h", ".hpp", ".txt") or path.name in (
+            "metal_stdlib",
+            "__config_site",
         )
         if code and not path.name.startswith("test_"):
             digest.update(str(path.relative_to(BENCH)).encode() + b"\0" + path.read_bytes())
@@ -86,13 +108,15 @@ def locked(name: str) -> Iterator[None]:
         yield
 
 
-def cached(name: str, key: object, make: Callable[[Path], None]) -> Path:
+def cached(name: str, key: object, make: Callable[[Path], None], bench: bool = True) -> Path:
     """The folder CACHE/name-hash, filled by `make(folder)` the first time.
 
-    The hash covers `key` and the bench's sources. Processes that want the same folder at the same
-    time wait for the first of them.
+    The hash covers `key` and, with `bench`, the bench's sources. Processes that want the same
+    folder at the same time wait for the first of them.
     """
-    digest = hashlib.sha256((_bench_hash() + repr(key)).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(((_bench_hash() if bench else "") + repr(key)).encode()).hexdigest()[
+        :16
+    ]
     final = CACHE / f"{name}-{digest}"
     if final.is_dir():
         return final

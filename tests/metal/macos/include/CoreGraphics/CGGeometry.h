@@ -1,0 +1,5 @@
+// The one name of this header that metal-cpp's headers mention.
+#pragma once
+struct CGSize {
+  double width, height;
+};
