@@ -13,6 +13,7 @@ import mlx.core as mx
 import pytest
 
 from dflash_native import ops
+from dflash_native.policy import Costs
 from dflash_native.session import Session
 from dflash_native.targets import Target, common
 from drafter_oracle import drafter_of, raw_config
@@ -39,6 +40,9 @@ def target(request):
 def hybrid():
     mx.set_default_device(mx.cpu)
     return Target(make_model("qwen3_5"))
+
+
+COSTS = Costs({0: {1: 1.0, 2: 1.6, 4: 1.8, 8: 2.2, 16: 3.0}})
 
 
 def prompt_of(length, seed=3):
@@ -103,8 +107,10 @@ def test_after_every_round_each_cache_is_that_of_the_committed_prefix(target, mo
     """
     prompt = prompt_of(12)
     answer = plain(target, prompt, 200)
-    for drafter in (ScriptedDrafter(answer, spoil=0.2, seed=5), None):
-        session = Session(target, drafter, prefill_step_size=5)
+    for drafter, size in ((0.2, None), (0.2, "auto"), (0.8, "auto"), (None, None)):
+        if drafter is not None:
+            drafter = ScriptedDrafter(answer, spoil=drafter, seed=5)
+        session = Session(target, drafter, block_size=size, costs=COSTS, prefill_step_size=5)
         recorder = Recorder(monkeypatch, session)
         session.prefill(prompt)
         recorder.compare(session)
@@ -130,8 +136,10 @@ def test_rounds_that_nobody_looks_at_in_between(target, monkeypatch):
     """As above, but compared at the end alone, so that every replay is folded into a verify."""
     prompt = prompt_of(12)
     answer = plain(target, prompt, 200)
-    for drafter in (ScriptedDrafter(answer, spoil=0.2, seed=6), None):
-        session = Session(target, drafter)
+    for drafter, size in ((0.2, None), (0.2, "auto"), (0.8, "auto"), (None, None)):
+        if drafter is not None:
+            drafter = ScriptedDrafter(answer, spoil=drafter, seed=6)
+        session = Session(target, drafter, block_size=size, costs=COSTS)
         recorder = Recorder(monkeypatch, session)
         session.prefill(prompt)
         source = random.Random(1)
@@ -400,9 +408,10 @@ def test_ctrl_c_at_every_call_of_a_round_and_of_a_rewind(hybrid, speculative):
     prompt = prompt_of(9)
     answer = plain(hybrid, prompt, 40)
     drafter = ScriptedDrafter(answer, spoil=0.2, max_drafts=3) if speculative else None
+    size = "auto" if speculative else None
 
     def interrupted(at):
-        session = Session(hybrid, drafter, prefill_step_size=3)
+        session = Session(hybrid, drafter, block_size=size, costs=COSTS, prefill_step_size=3)
         session.prefill(prompt)
         session.round()
         with Interrupt(at) as interrupt:

@@ -7,7 +7,8 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -65,6 +66,29 @@ def measure(
     return {width: median(times) for width, times in seconds.items()}
 
 
+@dataclass(frozen=True)
+class Price:
+    """Median seconds of a round of one width."""
+
+    width: int
+    exact: float
+    stock: float
+    """With MLX's own matmul and attention in the target."""
+
+
+def price_of_exactness(target: Target, drafter: Drafter, context: int) -> list[Price]:
+    """By width, from four measurements in turn: exact, MLX's own, and both again."""
+    both = [
+        Target(target.model, exact=exact) if exact != target.exact else target
+        for exact in (True, False)
+    ]
+    runs = [measure(each, drafter, context, repeats=5) for each in (*both, *both)]
+    return [
+        Price(width, (runs[0][width] + runs[2][width]) / 2, (runs[1][width] + runs[3][width]) / 2)
+        for width in runs[0]
+    ]
+
+
 def cached_or_measured(
     target: Target, drafter: Drafter, contexts: Sequence[int] | None = None, renew: bool = False
 ) -> Costs:
@@ -76,10 +100,26 @@ def cached_or_measured(
     known = {} if renew else {int(c): _row(row) for c, row in _read(path).get(key, {}).items()}
     wanted = contexts if contexts is not None else ([] if known else [CONTEXT])
     new = {context: measure(target, drafter, context) for context in wanted if context not in known}
-    if new:
-        known |= new
-        _write(path, key, known)
-    return Costs(known)
+    for context, row in new.items():
+        keep(target, drafter, context, row)
+    return Costs(known | new)
+
+
+def keep(target: Target, drafter: Drafter, context: int, row: Mapping[int, float]) -> None:
+    """Put what was measured into the cache file.
+
+    In one step; a place that cannot be written to is no error: costs are then measured again.
+    """
+    path, key = cache_file(), fingerprint(target, drafter)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        known = _read(path)
+        known[key] = known.get(key, {}) | {str(context): dict(row)}
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+            file.write(json.dumps(known, indent=1))
+        os.replace(file.name, path)
+    except OSError:
+        pass
 
 
 def fingerprint(target: Target, drafter: Drafter) -> str:
@@ -124,15 +164,3 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
-
-
-def _write(path: Path, key: str, costs: dict[int, dict[int, float]]) -> None:
-    """In one step; a place that cannot be written to is not an error: it is measured again."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        text = json.dumps(_read(path) | {key: costs}, indent=1)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            file.write(text)
-        os.replace(file.name, path)
-    except OSError:
-        pass

@@ -6,7 +6,7 @@ import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -88,7 +88,7 @@ def stream_generate(
     max_tokens: int = 256,
     drafter: Drafter | None = None,
     *,
-    block_size: int | None = None,
+    block_size: int | Literal["auto"] | None = None,
     sampling: Sampling | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     exact: bool | None = None,
@@ -110,7 +110,8 @@ def stream_generate(
         prompt: a text, or token ids.
         max_tokens: most tokens to emit; -1 for no limit.
         drafter: proposes blocks; None decodes plainly through the same operations.
-        block_size: inputs of a verify (default: the drafter's block).
+        block_size: inputs of a verify, or "auto", the default, which chooses them each round, plain
+            steps included, by costs that are measured once a machine (see `Session`).
         sampling: how tokens are chosen (default: greedily, or as the session does).
         logits_processors: mlx-lm's; called after those of `sampling`.
         exact, prefill: as for `Target` (default: True and "fast"). A `Target`, or a session's, has
@@ -179,7 +180,7 @@ def stream_generate(
         session = Session(
             target,
             drafter,
-            block_size=block_size,
+            block_size="auto" if block_size is None else block_size,
             sampling=sampling,
             prefill_step_size=2048 if prefill_step_size is None else prefill_step_size,
         )

@@ -11,7 +11,7 @@ within a small share of it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 EXCESS = 0.02
@@ -141,3 +141,22 @@ class WidthPolicy:
             chance *= share
             tokens += chance
         return tokens
+
+
+def replay(
+    acceptable: Sequence[int], costs: Costs, largest: int, width: int | None = None
+) -> float:
+    """Seconds that a request would have taken: by the policy, or at one fixed `width`.
+
+    `acceptable[i]` are the drafts that would be accepted of a block drafted after i tokens. Greedy
+    decoding is the same text whatever is drafted, so the choices of any policy can be followed.
+    """
+    policy, at, seconds = WidthPolicy(costs, largest), 0, 0.0
+    while at < len(acceptable):
+        left, row = len(acceptable) - at, costs.at(at)
+        chosen = policy.choose(at, left).width if width is None else min(width, left)
+        seconds += row[min((w for w in row if w >= chosen), default=max(row))]
+        accepted = min(acceptable[at], chosen - 1)
+        policy.record(at, chosen - 1, accepted)
+        at += accepted + 1
+    return seconds

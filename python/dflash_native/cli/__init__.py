@@ -23,7 +23,10 @@ DtypeName = Literal["float32", "bfloat16", "float16", "stored"]
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 _BlockSize = Annotated[
     int | None,
-    typer.Option(help="Inputs of a verify, at most the draft's own block, which is the default."),
+    typer.Option(
+        help="Inputs of a verify, at most the draft's own block.",
+        show_default="chosen each round by what it costs here and what was accepted",
+    ),
 ]
 _Exact = Annotated[
     bool,
@@ -55,7 +58,24 @@ def main(
 
 
 @app.command("doctor")
-def doctor_command(json: _Json = False) -> None:
+def doctor_command(
+    json: _Json = False,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Measure what a round costs by width, and keep it.")
+    ] = False,
+    model: Annotated[
+        str | None, typer.Option(help="With --measure: the target; without it the built-in pair.")
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="With --measure and --model: its draft.")
+    ] = None,
+    context: Annotated[
+        list[int] | None,
+        typer.Option(
+            help="With --measure: tokens before the round; repeatable.", show_default="512"
+        ),
+    ] = None,
+) -> None:
     """Say what runs here and on which kernels, and test every operation.
 
     Exits with 1 if a test fails.
@@ -63,9 +83,12 @@ def doctor_command(json: _Json = False) -> None:
     from .console import guard
 
     with guard():
-        from .doctor import run
+        from .doctor import run, run_measurement
 
-        run(as_json=json)
+        if measure:
+            run_measurement(as_json=json, model=model, draft=draft, contexts=context or [512])
+        else:
+            run(as_json=json)
 
 
 @app.command("demo")

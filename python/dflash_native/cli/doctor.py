@@ -1,15 +1,17 @@
-"""`dflash-native doctor`: prints what `dflash_native.doctor` finds."""
+"""`dflash-native doctor`: prints what `dflash_native.doctor` finds, or what rounds cost here."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
 import typer
 
 from .. import doctor
-from .console import err, out
+from .console import OptionError, err, out
+from .loading import demo_pair, named_pair
 
 
 def run(*, as_json: bool) -> None:
@@ -88,3 +90,40 @@ def _print_checks() -> bool:
 
 def _number(value: float) -> str:
     return f"{value:.1e}" if value else "0"
+
+
+def run_measurement(
+    *, as_json: bool, model: str | None, draft: str | None, contexts: Sequence[int]
+) -> None:
+    """Print and keep what a round costs by width, and what exactness adds to it."""
+    from .. import costs
+
+    if (model is None) != (draft is None):
+        raise OptionError("expected --model and --draft together")
+    if any(context < 2 for context in contexts):
+        raise OptionError(f"expected --context of at least 2 but got {min(contexts)}")
+    target, _, drafter = (
+        demo_pair("float32") if model is None else named_pair(model, draft, "stored")
+    )
+    assert drafter is not None
+    tables = []
+    for context in contexts:
+        with err().status(f"measuring at {context} tokens"):
+            found = costs.price_of_exactness(target, drafter, context)
+        costs.keep(target, drafter, context, {row.width: row.exact for row in found})
+        tables.append((context, found))
+    if as_json:
+        rows = [{"context": c} | asdict(row) for c, found in tables for row in found]
+        print(json.dumps({"backend": doctor.backend(), "seconds": rows}, indent=2))
+        return
+    console = out()
+    for context, found in tables:
+        console.print(f"A round after {context} tokens, drafting and all", style="bold")
+        console.print("  width      ms  plain steps  with MLX's operations  exact / MLX's")
+        for row in found:
+            console.print(
+                f"  {row.width:>5} {1e3 * row.exact:>7.2f} {row.exact / found[0].exact:>12.2f} "
+                f"{1e3 * row.stock:>22.2f} {row.exact / row.stock:>14.2f}"
+            )
+        console.print()
+    console.print(f"kept in {costs.cache_file()}", soft_wrap=True)
