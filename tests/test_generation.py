@@ -13,7 +13,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.tokenizer_utils import TokenizerWrapper, load
 
 import dflash_native
-from dflash_native import demo, ops
+from dflash_native import Sampling, demo, load_demo, ops
 from dflash_native.generation import REFUSED, generate, stream_generate
 from dflash_native.session import Session
 from dflash_native.targets import Target, common
@@ -319,3 +319,50 @@ def test_the_response_says_whether_decoding_was_exact(model, tokenizer):
             stream_generate(given, tokenizer, PROMPT, 1, **options)
     with pytest.raises(ValueError, match="expected exact=True with prefill='exact'"):
         stream_generate(model, tokenizer, PROMPT, 1, exact=False, prefill="exact")
+
+
+def test_sampling_and_processors_are_those_of_the_call():
+    model, tokenizer, drafter = load_demo(mx.float32)
+    target = Target(model)
+
+    def tokens(**options):
+        found = stream_generate(target, tokenizer, PROMPT, 24, drafter, block_size=6, **options)
+        return [(response.token, response) for response in found]
+
+    drawn = Sampling(temperature=0.9, seed=3)
+    first, second = tokens(sampling=drawn), tokens(sampling=drawn)
+    assert [token for token, _ in first] == [token for token, _ in second]
+    assert [token for token, _ in first] != [token for token, _ in tokens()]
+    plain = stream_generate(target, tokenizer, PROMPT, 24, sampling=drawn)
+    assert [response.token for response in plain] == [token for token, _ in first]
+    for token, response in first:
+        logprobs = response.logprobs
+        assert abs(mx.exp(logprobs).sum().item() - 1) < 1e-4
+        best = response.top_logprobs(3)
+        assert [p for _, p in best] == sorted((p for _, p in best), reverse=True)
+        assert best[0][0] == mx.argmax(logprobs).item()
+        assert (
+            abs(dict(response.top_logprobs(logprobs.size))[token] - logprobs[token].item()) < 1e-6
+        )
+    with pytest.raises(ValueError, match=r"\[top_logprobs\] expected a count in 0 … 8192"):
+        response.top_logprobs(8193)
+
+    def only_seven(_, logits):
+        return mx.where(mx.arange(logits.shape[1]) == 7, logits, -1e9)
+
+    assert {token for token, _ in tokens(logits_processors=[only_seven])} == {7}
+    assert {token for token, _ in tokens(sampling=drawn, logits_processors=[only_seven])} == {7}
+    with pytest.raises(ValueError, match=r"sampler is not supported: .* pass sampling=Sampling"):
+        tokens(sampler=lambda logprobs: logprobs)
+
+
+def test_a_session_keeps_its_sampling_unless_another_is_given():
+    model, tokenizer, _ = load_demo(mx.float32)
+    target, drawn = Target(model), Sampling(temperature=0.9, seed=3)
+    expected = [r.token for r in stream_generate(target, tokenizer, PROMPT, 9, sampling=drawn)]
+    with Session(target, sampling=drawn) as session:
+        got = stream_generate(target, tokenizer, PROMPT, 9, session=session)
+        assert [r.token for r in got] == expected
+        other = Sampling(temperature=0.9, seed=4)
+        list(stream_generate(target, tokenizer, PROMPT, 9, session=session, sampling=other))
+        assert session.sampling is other

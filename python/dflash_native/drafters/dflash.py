@@ -171,9 +171,14 @@ class DFlashModel(Module):
 class DFlashDrafter:
     """A DFlash or DFlash2 draft: weights shared by any number of sessions."""
 
-    proposes: Literal["argmax", "coupled", "drawn"] = "argmax"
-    """Where tokens are drawn: the draft's most probable ones, those that it draws with the target's
-    own noise, or a `Proposal` drawn with other noise."""
+    proposes: Literal["argmax", "coupled", "drawn"] = "coupled"
+    """What is drafted where tokens are drawn (`bench/sampling.py` measures all three).
+
+    "argmax": the draft's most probable tokens. "coupled": what the draft draws with the noise that
+    the target will draw with; accepted more often, and like "argmax" it changes no token. "drawn":
+    a `Proposal` drawn with other noise; accepted still more often, but then the text of a seed
+    depends on the blocks that it was drafted in.
+    """
 
     def __init__(self, config: DFlashConfig, model: DFlashModel) -> None:
         check_dtype(model.dtype)
