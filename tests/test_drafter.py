@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import importlib
 import re
+from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 
 import mlx.core as mx
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scipy.stats import chisquare
 
 from dflash_native.drafters import (
     DFlashConfig,
     DFlashDrafter,
     Drafter,
     DraftSession,
+    Proposal,
 )
 from dflash_native.drafters.context import ContextCache
 from dflash_native.drafters.dflash2 import CandidateSelector, top_candidates
-from dflash_native.modules import Products
+from dflash_native.modules import Products, norm
+from dflash_native.sampling import Sampler, Sampling
 from dflash_native.targets import Target
 from drafter_oracle import (
     BLOCK,
@@ -295,3 +301,68 @@ def test_a_misfit_is_refused_with_both_numbers(target):
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             call()
+
+
+# Draws
+
+
+@pytest.mark.parametrize("variant", ["full", "dflash2"])
+def test_drawn_proposals_come_from_their_probabilities(target, variant):
+    """First slot and pairs of the first two, from 2,000 blocks with noise of other seeds."""
+    session = begin(raw_config(**VARIANTS[variant]), target)
+    session._drafter.proposes = "drawn"
+    setting = Sampling(temperature=1.3, top_k=5, seed=0)
+    first, pairs, rows = Counter(), Counter(), {}
+    for seed in range(2000):
+        sampler = Sampler(replace(setting, seed=seed), VOCAB)
+        found = session.propose(tokens(1), 0, 2, sampler)
+        a, b = found.tokens[0].tolist()
+        first[a] += 1
+        pairs[a, b] += 1
+        rows[a] = np.array(found.probabilities)
+    assert len(rows) == 5 and all(abs(r.sum(axis=1) - 1).max() < 1e-5 for r in rows.values())
+    chances = {a: row[0, a] for a, row in rows.items()}
+    likely = [a for a in rows if chances[a] > 0.01]
+    assert chisquare_of(first, {a: chances[a] for a in likely}, 2000) > 1e-3
+    joint = {
+        (a, b): chances[a] * rows[a][1, b]
+        for a in likely
+        for b in range(VOCAB)
+        if chances[a] * rows[a][1, b] > 0.005
+    }
+    assert chisquare_of(pairs, joint, 2000) > 1e-3
+    turned = dict(zip(joint, [*list(joint.values())[1:], next(iter(joint.values()))], strict=True))
+    assert chisquare_of(pairs, turned, 2000) < 1e-6  # the control
+
+
+def chisquare_of(counts, chances, total):
+    """p of the counts against these probabilities, all else in one class."""
+    expected = [total * float(p) for p in chances.values()]
+    observed = [counts[key] for key in chances]
+    rest, left = total - sum(expected), total - sum(observed)
+    if rest > 5:
+        expected, observed = [*expected, rest], [*observed, left]
+    scale = sum(observed) / sum(expected)
+    return chisquare(observed, [e * scale for e in expected]).pvalue
+
+
+@pytest.mark.parametrize("variant", ["full", "dflash2"])
+def test_coupled_draws_take_the_targets_noise(target, variant):
+    """The same weights on both sides would agree; noise of another position does not."""
+    found = {}
+    for proposes in ("argmax", "coupled", "drawn"):
+        session = begin(raw_config(**VARIANTS[variant]), target)
+        session._drafter.proposes = proposes
+        sampler = Sampler(Sampling(temperature=3.0, seed=1), VOCAB)
+        answer = session.propose(tokens(1), 0, BLOCK - 1, sampler)
+        found[proposes] = answer.tokens if isinstance(answer, Proposal) else answer
+    greedy = begin(raw_config(**VARIANTS[variant]), target).propose(tokens(1), 0, BLOCK - 1)
+    assert mx.array_equal(found["argmax"], greedy)
+    assert not mx.array_equal(found["coupled"], greedy)
+    assert not mx.array_equal(found["coupled"], found["drawn"])
+    if variant == "full":
+        session = begin(raw_config(), target)
+        hidden = norm(session.model.norm, session.hidden(tokens(1), 0)[:, 1:])
+        logits = session.logits(hidden)[0].astype(mx.float32)
+        assert mx.array_equal(sampler.draw(logits, 1), found["coupled"][0])
+        assert not mx.array_equal(sampler.draw(logits, 2), found["coupled"][0])
