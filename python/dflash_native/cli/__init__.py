@@ -86,7 +86,7 @@ def doctor_command(
         from .doctor import run, run_measurement
 
         if measure:
-            run_measurement(as_json=json, model=model, draft=draft, contexts=context or [512])
+            run_measurement(as_json=json, model=model, draft=draft, contexts=context or [64])
         else:
             run(as_json=json)
 
