@@ -192,8 +192,8 @@ def test_costs_are_measured_once_and_kept(target, answer, tmp_path, monkeypatch)
     assert list(first.at(0)) == [1, 2, 3, 4, 6, 8]
     assert measured.cached_or_measured(target, drafter) == first
     assert len(calls) == 1
-    more = measured.cached_or_measured(target, drafter, [64])
-    assert {*more.seconds} == {64, measured.CONTEXT} and calls[1:] == [64]
+    more = measured.cached_or_measured(target, drafter, [32])
+    assert {*more.seconds} == {32, measured.CONTEXT} and calls[1:] == [32]
     measured.cached_or_measured(target, ScriptedDrafter(answer, max_drafts=5))
     assert len(calls) == 3  # another drafter has costs of its own
     file = measured.cache_file()
