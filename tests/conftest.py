@@ -7,8 +7,10 @@ MLX takes for the CPU and which behaves as a GPU.
 from __future__ import annotations
 
 import os
+import tempfile
 from collections import Counter
 
+os.environ.setdefault("DFLASH_NATIVE_CACHE", tempfile.mkdtemp(prefix="dflash-native-"))
 os.environ.setdefault("MLX_ENABLE_TF32", "0")  # on CUDA MLX's fp32 products have 10 bits otherwise
 
 import mlx.core as mx

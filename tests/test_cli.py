@@ -334,3 +334,18 @@ def test_ctrl_c_before_the_first_token(monkeypatch):
     shown = run("generate", "--prompt", PROMPT)
     assert shown.exit_code == 130
     assert (shown.stdout, shown.stderr) == ("", "dflash-native: interrupted\n")
+
+
+def test_costs_are_measured_kept_and_shown(tmp_path, monkeypatch):
+    """`--measure` with the demo pair; then the report names what was kept."""
+    monkeypatch.setenv("DFLASH_NATIVE_CACHE", str(tmp_path))
+    run = CliRunner().invoke(app, ["doctor", "--measure", "--context", "16", "--json"])
+    assert run.exit_code == 0, run.output
+    rows = json.loads(run.stdout)["seconds"]
+    assert [row["width"] for row in rows] == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert all(row["context"] == 16 and row["exact"] > 0 and row["stock"] > 0 for row in rows)
+    shown = CliRunner().invoke(app, ["doctor"]).stdout
+    assert str(tmp_path) in shown and " at 16 " in shown and "16: " in shown
+    for wrong in (["--context", "1"], ["--model", "x"]):
+        refused = CliRunner().invoke(app, ["doctor", "--measure", *wrong])
+        assert refused.exit_code == 2, refused.output

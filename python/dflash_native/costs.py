@@ -147,6 +147,14 @@ def _shapes(model: object) -> list[str]:
     return [f"{name} {array.shape} {array.dtype}" for name, array in arrays]
 
 
+def kept() -> dict[str, dict[int, dict[int, float]]]:
+    """All that the cache file holds: fingerprint, context, width, seconds."""
+    return {
+        key: {int(context): _row(row) for context, row in rows.items()}
+        for key, rows in _read(cache_file()).items()
+    }
+
+
 def cache_file() -> Path:
     """$DFLASH_NATIVE_CACHE, else $XDG_CACHE_HOME/dflash-native or ~/.cache/dflash-native."""
     own = os.environ.get("DFLASH_NATIVE_CACHE")

@@ -9,7 +9,7 @@ from typing import Any
 
 import typer
 
-from .. import doctor
+from .. import costs, doctor
 from .console import OptionError, err, out
 from .loading import demo_pair, named_pair
 
@@ -24,6 +24,7 @@ def run(*, as_json: bool) -> None:
         tests = [asdict(check) | {"passed": check.passed} for check in checks]
         weights, packed = doctor.packed_weights()
         info |= {"demo_weights_bytes": weights, "demo_packed_bytes": packed}
+        info |= {"round_costs": costs.kept()}
         print(json.dumps(info | {"checks": tests, "passed": passed}, indent=2))
     else:
         _print_info(info)
@@ -56,6 +57,12 @@ def _print_info(info: dict[str, Any]) -> None:
             else "none on this backend",
         },
     )
+    rows = {"file": str(costs.cache_file())}
+    for key, contexts in costs.kept().items():
+        for context, row in contexts.items():
+            steps = ", ".join(f"{width}: {s / row[1]:.2f}" for width, s in row.items() if width > 1)
+            rows[f"{key[:8]} at {context}"] = f"{1e3 * row[1]:.2f} ms; in plain steps {steps}"
+    _section("Costs of a round by width, as measured here", rows)
 
 
 def _section(title: str, rows: dict[str, str]) -> None:
@@ -96,8 +103,6 @@ def run_measurement(
     *, as_json: bool, model: str | None, draft: str | None, contexts: Sequence[int]
 ) -> None:
     """Print and keep what a round costs by width, and what exactness adds to it."""
-    from .. import costs
-
     if (model is None) != (draft is None):
         raise OptionError("expected --model and --draft together")
     if any(context < 2 for context in contexts):
