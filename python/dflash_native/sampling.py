@@ -24,6 +24,8 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 _COLUMNS = 64
 """Rows are padded to a multiple of it: MLX's CPU loops end in scalar code, of other bits."""
 
+_LARGEST = 3e38
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
@@ -207,7 +209,9 @@ class Sampler:
             scores = apply_min_p(scores, chosen.min_p, chosen.min_tokens_to_keep)
         if chosen.top_k:
             scores = apply_top_k(scores, chosen.top_k)
-        return scores * (1 / chosen.temperature)
+        # From the best one on, so that no temperature is too low.
+        best = scores.max(axis=-1, keepdims=True)
+        return (scores - best) * min(1 / chosen.temperature, _LARGEST)
 
     def _noisy_argmax(self, scores: mx.array, position: int, use: str) -> mx.array:
         return mx.argmax(scores + self.noise(scores, position, use), axis=-1).astype(mx.int32)
