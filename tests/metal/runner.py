@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import json
+import mmap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .tools import BenchError
+from .tools import BenchError, ToolError
 
 CONSTANT_TYPES: dict[str, Any] = {
     "bool": ctypes.c_bool,
@@ -21,6 +22,10 @@ CONSTANT_TYPES: dict[str, Any] = {
     "ushort": ctypes.c_uint16,
 }
 GUARD = 1 << 16
+LIBC = ctypes.CDLL(None)
+FENCED = 1  # the schedule in which stray reads are reported
+# what an index without a buffer points to, by schedule: what a kernel reads there must not matter
+ABSENT = (0xFF, 0x00, 0xA5)
 SCHEDULES = (0, 1, 2)  # threads in order, last first, random (then also the order of reductions)
 Buffers = Mapping[int, Any] | Sequence[Any]
 
@@ -39,23 +44,40 @@ def from_bfloat(x: np.ndarray) -> np.ndarray:
 class _Canary:
     """An array copied between two zones of 0xff bytes, which are NaN in every float format.
 
-    A stray read shows as NaN, a stray write is reported.
+    A stray read shows as NaN, a stray write is reported. `fenced`: nothing can be read or written
+    there, from 16 bytes past the array's end on, and a stray read is reported too.
     """
 
-    def __init__(self, array: np.ndarray) -> None:
+    def __init__(self, array: np.ndarray, fenced: bool) -> None:
         self.array = array
-        self.memory = np.full(array.nbytes + 2 * GUARD, 0xFF, np.uint8)
-        self.memory[GUARD : GUARD + array.nbytes] = array.reshape(-1).view(np.uint8)
-        self.address = self.memory.ctypes.data + GUARD
+        pages = max(1, -(-array.nbytes // mmap.PAGESIZE)) * mmap.PAGESIZE
+        self.memory = np.frombuffer(mmap.mmap(-1, pages + 2 * GUARD), np.uint8)
+        self.zone = slice(GUARD, GUARD + pages) if fenced else slice(0, pages + 2 * GUARD)
+        self.start = GUARD + (pages - array.nbytes) // 16 * 16
+        self.memory[self.zone] = 0xFF
+        self._own()[:] = array.reshape(-1).view(np.uint8)
+        base = self.memory.ctypes.data
+        self.address = base + self.start
+        for edge in (0, GUARD + pages) if fenced else ():
+            LIBC.mprotect(ctypes.c_void_p(base + edge), ctypes.c_size_t(GUARD), 0)
+
+    def _own(self) -> np.ndarray:
+        return self.memory[self.start : self.start + self.array.nbytes]
+
+    def offset(self, address: int) -> int | None:
+        """How many bytes from the array's start, if the address is in it or near."""
+        offset = address - self.address
+        return offset if -GUARD <= offset < self.array.nbytes + GUARD else None
 
     def finish(self, index: int) -> None:
-        end = GUARD + self.array.nbytes
-        for start, zone in ((-GUARD, self.memory[:GUARD]), (self.array.nbytes, self.memory[end:])):
-            bad = np.flatnonzero(zone != 0xFF)
+        end = self.start + self.array.nbytes
+        for first, last in ((self.zone.start, self.start), (end, self.zone.stop)):
+            bad = np.flatnonzero(self.memory[first:last] != 0xFF)
             if bad.size:
-                raise BenchError(f"buffer {index}: write out of bounds at byte {start + bad[0]}")
+                byte = first + bad[0] - self.start
+                raise BenchError(f"buffer {index}: write out of bounds at byte {byte}")
         if self.array.flags.writeable:
-            self.array.reshape(-1).view(np.uint8)[:] = self.memory[GUARD:end]
+            self.array.reshape(-1).view(np.uint8)[:] = self._own()
 
 
 class Library:
@@ -67,13 +89,14 @@ class Library:
         try:
             self._so = ctypes.CDLL(str(path))
         except OSError as error:  # a built-in that the emulator lacks
-            raise BenchError(f"cannot load the compiled kernel: {error}") from None
+            raise ToolError(f"cannot load the compiled kernel: {error}") from None
         described = json.loads(Path(f"{path}.json").read_text())
         self.kernels: dict[str, dict[str, Any]] = {k["name"]: k for k in described["kernels"]}
         self.constants: dict[int, str] = {
             index: kind.replace("const", "").strip() for index, kind, _ in described["constants"]
         }
         self._so.msl_error.restype = ctypes.c_char_p
+        self._so.msl_fault.restype = ctypes.c_uint64
 
     def _set_constants(self, values: Mapping[int, Any]) -> None:
         for index in values:
@@ -106,19 +129,20 @@ class Library:
         `[[threadgroup(n)]]` index -> bytes. `schedule` is one of SCHEDULES.
 
         Raises BenchError on a deadlock, on SIMD-group operations or barriers that diverge, on a
-        shuffle from outside the SIMD group and on a write outside a buffer.
+        shuffle from outside the SIMD group, on a write outside a buffer or to one that is not set,
+        and in schedule 1 on a read outside a buffer.
         """
         if name not in self.kernels:
             raise BenchError(f"no kernel {name}; there are {', '.join([*self.kernels][:20])}")
         self._set_constants(constants or {})
-        absent = np.full(4096, 0xFF, np.uint8)  # what an index without a buffer points to
+        absent = np.full(GUARD, ABSENT[schedule], np.uint8)
         addresses = (ctypes.c_uint64 * 31)(*[absent.ctypes.data] * 31)
         guarded = {}
         for index, x in buffers.items() if isinstance(buffers, Mapping) else enumerate(buffers):
             array = np.atleast_1d(x)
             if not array.flags.c_contiguous:
                 raise BenchError(f"buffer {index} is not contiguous")
-            guarded[index] = _Canary(array)
+            guarded[index] = _Canary(array, schedule == FENCED)
             addresses[index] = guarded[index].address
         sizes = (ctypes.c_uint32 * 31)()
         for index, size in (threadgroup_memory or {}).items():
@@ -132,9 +156,15 @@ class Library:
         if self._so.msl_run(
             entry, addresses, sizes, three(grid), three(threadgroup), int(groups), schedule
         ):
+            fault = self._so.msl_fault()
+            for index, canary in guarded.items():
+                if fault and (byte := canary.offset(fault)) is not None:
+                    raise BenchError(f"{name}: buffer {index}: access out of bounds at byte {byte}")
             raise BenchError(f"{name}: {self._so.msl_error().decode()}")
         for index, canary in guarded.items():
             canary.finish(index)
+        if np.any(absent != ABSENT[schedule]):
+            raise BenchError(f"{name}: write to a buffer that is not set")
 
     def run_schedules(
         self,

@@ -64,6 +64,8 @@ FAULTS = {
     "divergent_barrier": "deadlock",
     "divergent_simd": "divergent SIMD-group operation",
     "out_of_bounds": "write out of bounds at byte 256",
+    "read_out_of_bounds": "buffer 0: access out of bounds at byte 256",
+    "write_to_no_buffer": "write to a buffer that is not set",
     "uninitialised": "NaN",
     "shuffle_past_edge": "outside the SIMD group",
     "write_race": "schedules disagree",

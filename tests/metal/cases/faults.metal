@@ -26,6 +26,14 @@ kernel void out_of_bounds(const device float* x [[buffer(0)]], device float* y [
   y[i + 1] = x[i];
 }
 
+kernel void read_out_of_bounds(const device float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+  y[i] = x[i + 1] > 0.0f ? 1.0f : 2.0f;
+}
+
+kernel void write_to_no_buffer(const device float* x [[buffer(0)]], device float* y [[buffer(2)]], uint i [[thread_position_in_grid]]) {
+  y[i] = x[i];
+}
+
 kernel void uninitialised(const device float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]],
                           uint l [[thread_position_in_threadgroup]]) {
   threadgroup float s[65];

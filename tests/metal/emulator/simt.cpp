@@ -3,10 +3,12 @@
 // 0 = threads in order, 1 = last first, 2 = random, which also shuffles the order of reductions.
 #include "simt.h"
 
+#include <signal.h>
 #include <sys/mman.h>
 #include <xmmintrin.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <utility>
 #include <vector>
 
@@ -67,6 +69,13 @@ void fail(const char* what, const Fiber* fiber) {
       c.tgp[1],
       c.tgp[2],
       c.tit);
+}
+// Closed memory was touched: the dispatch ends, its fibers are left as they are.
+static uint64_t fault_address;
+static void on_fault(int, siginfo_t* info, void*) {
+  fault_address = (uint64_t)info->si_addr;
+  fail("access outside of memory");
+  fiber_switch(&fibers[current].sp, main_sp);
 }
 static bool none_ready() {
   return ready_head >= (int)ready.size();
@@ -174,8 +183,11 @@ static void fiber_main() {
 __attribute__((section("msltg"), used, aligned(16))) static char tg_section[16];
 extern "C" char __start_msltg[], __stop_msltg[];
 
+// A process may have 65,530 mappings, a stack takes two, and every library has stacks of its own.
+static const size_t KEPT_STACKS = 64;
+static std::vector<char*> stacks;
+
 static char* stack_of(int i) {
-  static std::vector<char*> stacks;
   while ((int)stacks.size() <= i) {
     char* p = (char*)mmap(
         0,
@@ -184,10 +196,18 @@ static char* stack_of(int i) {
         MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE,
         -1,
         0);
+    if (p == MAP_FAILED) {
+      perror("a fiber's stack");
+      abort();
+    }
     mprotect(p, 4096, PROT_NONE);
     stacks.push_back(p + 4096);
   }
   return stacks[i];
+}
+static void release_stacks() {
+  for (; stacks.size() > KEPT_STACKS; stacks.pop_back())
+    munmap(stacks.back() - 4096, STACK_BYTES + 4096);
 }
 
 struct Dispatch {
@@ -260,6 +280,10 @@ static void run_threadgroup() {
 API const char* msl_error() {
   return message;
 }
+// The address at which the last dispatch touched closed memory, or 0.
+API uint64_t msl_fault() {
+  return fault_address;
+}
 API void msl_seed(uint64_t seed) {
   random_seed = seed ? seed : 88172645463325252ull;
 }
@@ -277,6 +301,7 @@ API int msl_run(
   schedule = schedule_;
   failed = 0;
   message[0] = 0;
+  fault_address = 0;
   random_state = random_seed;
   Dispatch d = {};
   d.buffers = buffers;
@@ -291,6 +316,10 @@ API int msl_run(
     tg_memory[i].resize(tg_bytes[i] + 64);
     d.tg_address[i] = ((uint64_t)tg_memory[i].data() + 63) & ~63ull;
   }
+  struct sigaction ours = {}, theirs;
+  ours.sa_sigaction = on_fault;
+  ours.sa_flags = SA_SIGINFO | SA_NODEFER;
+  sigaction(SIGSEGV, &ours, &theirs);
   const uint32_t csr = _mm_getcsr();
   _mm_setcsr(csr | 0x8040);  // flush denormals, as the GPU does for float
   for (uint32_t z = 0; z < d.groups[2] && !failed; z++)
@@ -305,6 +334,8 @@ API int msl_run(
         start_threadgroup(d, g, w);
         run_threadgroup();
       }
+  release_stacks();
   _mm_setcsr(csr);
+  sigaction(SIGSEGV, &theirs, nullptr);
   return failed;
 }
