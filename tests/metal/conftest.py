@@ -1,4 +1,5 @@
-"""The bench's tests need its compilers: without them they are skipped, in CI they fail."""
+"""The bench's tests need its compilers, and those of oracles the mlx-metal wheel: without them they
+are skipped, in CI they fail."""
 
 from __future__ import annotations
 
@@ -22,6 +23,12 @@ def require(packages: list[str]) -> None:
 @pytest.fixture(autouse=True, scope="session")
 def compilers() -> None:
     require(missing() + missing_python())
+
+
+@pytest.fixture(scope="session")
+def metallib(compilers: None) -> None:
+    """MLX's wheels for macOS are there."""
+    require([] if macos.MLX.is_dir() else [f"mlx-metal=={macos.MLX_VERSION}"])
 
 
 @pytest.fixture(scope="session")

@@ -156,9 +156,12 @@ def locate(text: str, at: int) -> str:
 
 
 class Source:
-    """A preprocessed .metal file on its way to C++ for OpenCL."""
+    """A preprocessed .metal file on its way to C++ for OpenCL.
 
-    def __init__(self, text: str) -> None:
+    With `relax`, a `const thread T&` may also be of a temporary, which clang puts in no space.
+    """
+
+    def __init__(self, text: str, relax: bool = False) -> None:
         self.text = text
         self.kernels: dict[str, list[tuple[str, int | str]]] = {}  # function -> its parameters
         self.templates: dict[str, str] = {}  # kernel template -> file:line
@@ -170,6 +173,8 @@ class Source:
         self._take_kernels()
         self._drop_attributes()
         self._drop_constructor_spaces()
+        if relax:
+            self.text = re.sub(r"\bconst thread (\w+)\s*&(?!&)", r"const \1&", self.text)
         self._place_threadgroup_variables()
         spaces = {"device": "__global", "threadgroup": "__local", "thread": "__private"}
         for word, space in spaces.items():
@@ -348,9 +353,11 @@ def build(
     only: Iterable[str] = (),
     contract: str = "on",
     version: int = 310,
+    relax: bool = False,
 ) -> Path:
     """Compile a .metal file for the emulator: the path of the .so; see `compile`."""
-    src = Source(preprocess(source, include, defines, version) + instances_text(instantiate or {}))
+    text = preprocess(source, include, defines, version) + instances_text(instantiate or {})
+    src = Source(text, relax)
     entries, described = src.entries(only)
     if not described:
         raise BenchError(f"{source}: no kernel to compile")
@@ -378,13 +385,15 @@ def compile(
     only: Iterable[str] = (),
     contract: str = "on",
     version: int = 310,
+    relax: bool = False,
 ) -> Library:
     """A .metal file as a `Library` for the emulator.
 
     `include` and `defines` are a compiler's, `version` is `__METAL_VERSION__`. `instantiate` adds
     kernel instances, host name -> 'function<arguments>'; `only` keeps the kernels whose host name
     one of these regular expressions finds. `contract` is clang's -ffp-contract: 'off', 'on'
-    (within an expression) or 'fast' (across expressions too).
+    (within an expression) or 'fast' (across expressions too). `relax` lets temporaries bind to
+    `const thread T&`, as MLX's headers need.
     Raises BenchError with the compiler's messages.
     """
-    return Library(build(source, include, defines, instantiate, only, contract, version))
+    return Library(build(source, include, defines, instantiate, only, contract, version, relax))

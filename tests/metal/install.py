@@ -1,4 +1,5 @@
-"""`python -m tests.metal setup`: compilers by apt, build tools by pip. Safe to repeat."""
+"""`python -m tests.metal setup`: compilers by apt, build tools and the macOS wheel by pip. Safe to
+repeat."""
 
 from __future__ import annotations
 

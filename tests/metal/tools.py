@@ -24,7 +24,8 @@ SHIM = BENCH / "shim"
 SHADERS = ROOT / "metal"
 CACHE = Path(os.environ.get("DFLASH_METAL_CACHE") or "~/.cache/dflash-native-metal").expanduser()
 LLVM = "22"
-CLANG, CLANGXX, NM = f"clang-{LLVM}", f"clang++-{LLVM}", f"llvm-nm-{LLVM}"
+CLANG, CLANGXX = f"clang-{LLVM}", f"clang++-{LLVM}"
+NM, DIS = f"llvm-nm-{LLVM}", f"llvm-dis-{LLVM}"
 # what shows that a Debian package is there -> the package
 PACKAGES = {CLANG: f"clang-{LLVM}", NM: f"llvm-{LLVM}", f"ld.lld-{LLVM}": f"lld-{LLVM}"}
 LIEF = "lief==1.0.0"  # reads Mach-O; another version may name things otherwise
@@ -33,6 +34,10 @@ X86 = ["-march=x86-64-v3"]
 
 class BenchError(Exception):
     """Something the user can act on; the message says what."""
+
+
+class ToolError(BenchError):
+    """A compiler or another tool failed."""
 
 
 def missing() -> list[str]:
@@ -64,12 +69,13 @@ def run(*command: str | Path, **options: Any) -> str:
     """Run a tool and return what it printed; BenchError with its complaint if it fails."""
     words = [str(word) for word in command]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, **options)
+        done = subprocess.run(words, capture_output=True, **options)
     except FileNotFoundError:
         raise BenchError(f"{words[0]} is missing: run `python -m tests.metal setup`") from None
+    out, complaint = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
     if done.returncode:
-        raise BenchError(f"{' '.join(words)[:300]}\nfailed:\n{(done.stdout + done.stderr)[-4000:]}")
-    return done.stdout
+        raise ToolError(f"{' '.join(words)[:300]}\nfailed:\n{(out + complaint)[-4000:]}")
+    return out
 
 
 def tree_hash(*names: str) -> str:
@@ -142,3 +148,12 @@ def emulator_objects() -> list[Path]:
 
     folder = cached("emulator", (), make)
     return [folder / f"{source.stem}.o" for source in sources]
+
+
+def use_cache(folder: Path) -> None:
+    """Keep what is compiled from now on in another folder; the emulator is taken along."""
+    global CACHE
+    emulator = emulator_objects()[0].parent
+    folder.mkdir()
+    (folder / emulator.name).symlink_to(emulator)
+    CACHE = folder
