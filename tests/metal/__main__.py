@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from . import audit, frontend, install, lint, macos, mock
+from . import audit, frontend, install, lint, macos, metallib, mock, oracle, selftest
 from .tools import ROOT, SHADERS, BenchError
 
 
@@ -44,6 +44,29 @@ def _run(a: argparse.Namespace) -> int:
     sys.argv = [a.script, *a.arguments]
     runpy.run_path(a.script, run_name="__main__")
     return 0
+
+
+def _oracle(a: argparse.Namespace) -> int:
+    if a.list:
+        for name, entry in metallib.kernels().items():
+            if all(word in name for word in a.kernels):
+                print(f"{name}  (AIR {entry.air}, Metal {entry.metal})")
+        return 0
+    if not a.kernels:
+        raise BenchError("oracle: no kernel is named; --list WORD... finds some")
+    print(oracle.build(tuple(a.kernels)))
+    for name in a.kernels:
+        module = oracle.disassemble(name)
+        print(name, *(f"  {argument.text}" for argument in module.arguments), sep="\n")
+        for c in module.constants:
+            print(f"  {c.kind} {c.name} [[function_constant({c.index})]]")
+    return 0
+
+
+def _mutate(a: argparse.Namespace) -> int:
+    from . import mutate  # the tests, which need MLX and the extension
+
+    return mutate.main(a.quick, a.files, a.jobs)
 
 
 def _mock(a: argparse.Namespace) -> int:
@@ -96,6 +119,24 @@ def main() -> int:
     p.add_argument("script")
     p.add_argument("arguments", nargs=argparse.REMAINDER)
     p.set_defaults(function=_run)
+    p = commands.add_parser(
+        "oracle", help="make kernels that Apple's compiler built ready; print their arguments"
+    )
+    p.add_argument("kernels", nargs="*", metavar="KERNEL")
+    p.add_argument("--list", action="store_true", help="those whose names contain all the words")
+    p.set_defaults(function=_oracle)
+    p = commands.add_parser(
+        "mutate", help="do the shaders' tests notice faults? a score, survivors"
+    )
+    p.add_argument(
+        "files", nargs="*", metavar="FILE", help="of metal/, by its bare name; default: all"
+    )
+    p.add_argument("--quick", action="store_true", help="each sixth mutant")
+    p.add_argument("--jobs", type=int, default=1)
+    p.set_defaults(function=_mutate)
+    p = commands.add_parser("selftest", help="a PASS or FAIL line for each claim; exit code 1")
+    p.add_argument("--full", action="store_true", help="all of the bench's tests and mutants")
+    p.set_defaults(function=lambda a: selftest.selftest(a.full))
     p = commands.add_parser(
         "mock", help="build the extension for the mock device; print its path, or run COMMAND on it"
     )

@@ -112,9 +112,9 @@ def gated_delta(
     given = inputs.k.shape[1] if inputs else 0
     taped = tape.k.shape[1] if tape else 0
     shape = (batch, given, value_heads, value_dim)
-    y = np.zeros(shape, NUMPY[kind])
-    delta = np.zeros(shape, np.float32)
-    state_out = np.zeros_like(state)
+    y = nan_filled(shape, NUMPY[kind])
+    delta = nan_filled(shape, np.float32)
+    state_out = nan_filled(state.shape, state.dtype)
     buffers = {5: state}
     if inputs:
         buffers |= dict(enumerate(inputs[:5])) | {12: y}
@@ -163,7 +163,7 @@ def gates(
 ) -> tuple[np.ndarray, np.ndarray]:
     """gated_delta_gates: g and beta, fp32."""
     kind = KIND_OF[a.dtype]
-    g, beta = np.zeros(a.shape, np.float32), np.zeros(a.shape, np.float32)
+    g, beta = (nan_filled(a.shape, np.float32) for _ in range(2))
     shader("gated_delta_gates", contract=contract).run(
         f"gated_delta_gates_{kind}",
         [a, b, A_log, dt_bias, g, beta, np.int32(a.shape[2])],
@@ -183,7 +183,7 @@ def causal_conv1d(
 ) -> np.ndarray:
     """causal_conv1d_verify."""
     kind = KIND_OF[x.dtype]
-    out = np.zeros_like(x)
+    out = nan_filled(x.shape, x.dtype)
     batch, given, channels = x.shape
     sizes = [np.int32(n) for n in (given, channels, window.shape[1] + 1)]
     shader("causal_conv1d", contract=contract).run(
@@ -201,7 +201,7 @@ def conv_window(
 ) -> np.ndarray:
     """The window after keep[b] of the inputs x."""
     kind = KIND_OF[x.dtype]
-    out = np.zeros_like(window)
+    out = nan_filled(window.shape, window.dtype)
     batch, given, channels = x.shape
     sizes = [np.int32(n) for n in (given, channels, window.shape[1] + 1)]
     shader("causal_conv1d").run(
@@ -221,7 +221,7 @@ def kv_write(
     kind = KIND_OF[cache.dtype]
     batch, heads, capacity, dim = cache.shape
     given = rows.shape[2]
-    out = np.zeros_like(cache)
+    out = nan_filled(cache.shape, cache.dtype)
     library = shader("kv_write")
     size = [cache.size // dim, dim, 1]
     library.run(f"kv_copy_{kind}", [cache, out], size, [32, 4, 1], schedule=schedule)

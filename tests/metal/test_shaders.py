@@ -35,6 +35,7 @@ from .launch import (
     kv_write,
     to_mx,
 )
+from .runner import FENCED
 from .tools import SHADERS
 
 LENGTHS = (1, 3, 16)
@@ -194,8 +195,8 @@ def test_gated_delta_poisons_a_row_that_keeps_too_much(wrong: int) -> None:
     given, state = recurrence("half", 3)
     following, _ = recurrence("half", 2, seed=2)
     tape = Tape(given.g, given.k, gated_delta(state, given).delta)
-    replayed = gated_delta(state, tape=tape, keep=[wrong, 2]).state
-    folded = gated_delta(state, following, tape, [wrong, 2])
+    replayed = gated_delta(state, tape=tape, keep=[wrong, 2], schedule=FENCED).state
+    folded = gated_delta(state, following, tape, [wrong, 2], schedule=FENCED)
     sound = gated_delta(state, following, tape, [1, 2])
     assert np.isnan(replayed[0]).all() and same(replayed[1], sound.state[1])
     for got, expected in zip(folded, sound, strict=True):
@@ -278,7 +279,7 @@ def test_conv_window(kind: str, inputs: int) -> None:
         oracle = reference.conv_window(to_mx(window), to_mx(x), mx.array(keep))
         assert same(got, from_mx(oracle))
     for wrong in (-1, inputs + 1):
-        poisoned = decode(conv_window(window, x, [wrong, inputs]))
+        poisoned = decode(conv_window(window, x, [wrong, inputs], FENCED))
         assert np.isnan(poisoned[0]).all()
         assert same(poisoned[1], decode(conv_window(window, x, [0, inputs]))[1])
 
@@ -296,7 +297,7 @@ def test_kv_write(kind: str, inputs: int) -> None:
         assert same(got, from_mx(oracle))
         assert not same(got, cache)
     for wrong in (-1, capacity - inputs + 1):
-        got = decode(kv_write(cache, rows, [wrong, 2]))
+        got = decode(kv_write(cache, rows, [wrong, 2], FENCED))
         assert np.isnan(got[0]).any() and not np.isnan(got[1]).any()
 
 
