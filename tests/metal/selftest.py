@@ -46,19 +46,17 @@ def _run(command: list[str]) -> tuple[bool, str, str]:
 def selftest(full: bool) -> int:
     """Run and print; 1 if something failed."""
     pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    metal = [sys.executable, "-m", "tests.metal"]
     commands = {
         name: [*pytest, str(BENCH / tests), *options]
         for name, (tests, *options) in (FAST | (FULL if full else {})).items()
     }
+    every = [] if full else ["--every", "4"]
+    commands["mock device: the operations' tests"] = [*metal, "host", "-q", *every]
+    commands["macOS: the wheel and its audit"] = [*metal, "audit"]
+    commands["macOS: damaged wheels are refused"] = [*pytest, str(BENCH / "test_macos.py")]
     if full:
-        commands["mutants: the whole run"] = [
-            sys.executable,
-            "-m",
-            "tests.metal",
-            "mutate",
-            "--jobs",
-            "2",
-        ]
+        commands["mutants: the whole run"] = [*metal, "mutate", "--jobs", "2"]
     failed = 0
     for name, command in commands.items():
         passed, last, printed = _run(command)
