@@ -12,7 +12,15 @@ from .tape import Tape
 
 if TYPE_CHECKING:
     from .cache import Cache
-    from .drafters import DFlashDrafter, Drafter, DraftSession, Proposal
+    from .drafters import (
+        AutoregressiveDrafter,
+        CombinedDrafter,
+        DFlashDrafter,
+        Drafter,
+        DraftSession,
+        LookupDrafter,
+        Proposal,
+    )
     from .generation import GenerationResponse, generate, stream_generate
     from .hub import load, load_demo, load_drafter
     from .sampling import Sampler, Sampling
@@ -24,10 +32,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "AutoregressiveDrafter": "drafters",
     "Cache": "cache",
+    "CombinedDrafter": "drafters",
     "DFlashDrafter": "drafters",
     "DraftSession": "drafters",
     "Drafter": "drafters",
+    "LookupDrafter": "drafters",
     "Proposal": "drafters",
     "GenerationResponse": "generation",
     "Round": "session",
@@ -45,11 +56,14 @@ _HOMES = {
 """Names that are imported when they are first used: whoever wants `ops` need not load mlx-lm."""
 
 __all__ = [
+    "AutoregressiveDrafter",
     "Cache",
+    "CombinedDrafter",
     "DFlashDrafter",
     "DraftSession",
     "Drafter",
     "GenerationResponse",
+    "LookupDrafter",
     "Proposal",
     "Round",
     "Sampler",

@@ -182,7 +182,7 @@ class Cache:
         self.lengths, self.uncommitted, self._last_commit = lengths, None, (inputs, counts)
 
     def snapshot(self) -> Callable[[], None]:
-        """A function that takes everything back to now, if at most one verify was committed since.
+        """A function that takes everything back to now, whatever was run since, however often.
 
         It holds the recurrent layers' arrays. KV rows written since are dead after it.
         """

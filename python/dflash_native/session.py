@@ -321,22 +321,17 @@ class Session:
         """Build one verify, lazily: `pending [1, 1]` and drafts after it."""
         count = choice.width - 1
         position = self._cache.lengths[0]
-        sampler, probabilities = self._sampler, None
+        sampler, drafts, probabilities = self._sampler, None, None
         if self._draft is not None and count > 0:
-            self._tell_draft()
-            draws = sampler is not None and sampler.sampling.temperature > 0
-            answer = self._draft.propose(pending, position, count, sampler if draws else None)
-            if isinstance(answer, Proposal):
-                drafts, probabilities = answer.tokens, answer.probabilities
-            else:
-                drafts = answer
+            drafts, probabilities = self._proposal(pending, position, count)
+        if self._draft is not None and drafts is not None:
             finite = self._draft.finite
             sound = mx.array([1]) if finite is None else finite.astype(mx.int32).reshape(1)
             self._start([drafts])  # the device drafts while the host builds the verify
             block = mx.concatenate([pending, drafts], axis=1)
         else:
-            drafts, block = None, pending
-            if self._draft is not None and self._policy is None:
+            block = pending
+            if self._draft is not None and (self._policy is None or count > 0):
                 self._start(self._draft.arrays())  # no proposal reaches its context
         try:
             hidden, taps = self.target.forward(
@@ -359,10 +354,31 @@ class Session:
         except BaseException:
             self._take_back()
             raise
-        drafted = 0 if drafts is None else count
+        drafted = 0 if drafts is None else drafts.shape[1]
         return _Verify(
             position, drafted, read, drawn, logits, taps, choice.reason, choice.plain_steps
         )
+
+    def _proposal(
+        self, pending: mx.array, position: int, count: int
+    ) -> tuple[mx.array | None, mx.array | None]:
+        """Drafts int32 `[1, n]`, None for a plain step, and what they were drawn from, if drawn."""
+        assert self._draft is not None
+        self._tell_draft()
+        sampler = self._sampler
+        draws = sampler is not None and sampler.sampling.temperature > 0
+        answer = self._draft.propose(pending, position, count, sampler if draws else None)
+        if isinstance(answer, Proposal):
+            drafts, probabilities = answer.tokens, answer.probabilities
+        else:
+            drafts, probabilities = answer, None
+        fits = drafts.ndim == 2 and drafts.shape[0] == 1 and drafts.shape[1] <= count
+        if not fits or drafts.dtype != mx.int32:
+            raise ValueError(
+                f"[Session] expected drafts int32 (1, n) with n in 0 … {count} "
+                f"but the drafter gave {drafts.dtype} {drafts.shape}."
+            )
+        return (None, None) if drafts.shape[1] == 0 else (drafts, probabilities)
 
     def _tokens_before(self, position: int, block: mx.array) -> mx.array | None:
         """int32 `[position + n]`: the committed tokens up to `position`, and `block [1, n]`."""

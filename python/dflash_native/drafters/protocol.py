@@ -1,4 +1,9 @@
-"""What a drafter is to the loop: two small protocols, one for the weights and one for a request."""
+"""What a drafter is to the loop: two small protocols, one for the weights and one for a request.
+
+A round calls `observe`, then `propose`; the target's verdict shows in the tokens of the next
+`observe`. Whatever a drafter proposes changes how many tokens a round emits, never which. The
+README has a drafter of one's own in thirty lines.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +38,10 @@ class Proposal:
     """Drafts that were drawn at random: accepted by the ratio of target to proposal."""
 
     tokens: mx.array
-    """int32 `[1, count]`."""
+    """int32 `[1, n]`."""
 
     probabilities: mx.array
-    """fp32 `[count, V]`: what each token was drawn from."""
+    """fp32 `[n, V]`: what each token was drawn from."""
 
 
 @runtime_checkable
@@ -44,10 +49,15 @@ class DraftSession(Protocol):
     """A drafter's state for one request. Every call is lazy: nothing here waits for the device."""
 
     finite: mx.array | None
-    """Bool [], lazy: whether the first proposal's logits were all finite. None before it."""
+    """Bool [], lazy: whether the first proposal's logits were all finite. None before it, and where
+    there are no logits."""
 
     def observe(self, tokens: Sequence[int]) -> None:
-        """Told before each proposal: the tokens that were committed since, the pending one last."""
+        """Told before each proposal: the tokens that were committed since, the pending one last.
+
+        They are final. None at all where the last round was taken back after an error: the next
+        proposal is then for the same position again.
+        """
         ...
 
     def extend(self, taps: mx.array, position: int) -> None:
@@ -62,7 +72,10 @@ class DraftSession(Protocol):
     def propose(
         self, pending: mx.array, position: int, count: int, sampler: Sampler | None = None
     ) -> mx.array | Proposal:
-        """Draft tokens for the positions `position + 1 … position + count`: int32 `[1, count]`.
+        """Draft tokens for the positions from `position + 1` on: int32 `[1, n]`, n in 0 … `count`.
+
+        The round verifies 1 + n inputs, so a drafter that knows little asks for little: with n = 0
+        it is a plain step.
 
         `pending [1, 1]` int is the committed token at `position`, which is in no context yet.
         `sampler` is what the target draws with, None where it takes the argmax. However tokens were
@@ -85,7 +98,7 @@ class Drafter(Protocol):
     """0-based target layers whose outputs it reads, in the order of their columns."""
 
     context_rows: int | None
-    """The most committed rows, newest first, that it can use. None: all of them."""
+    """The most committed rows, newest first, that it can use. None: all of them. 0 without taps."""
 
     max_drafts: int
     """The most tokens one `propose` gives."""
