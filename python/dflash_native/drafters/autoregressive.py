@@ -23,8 +23,9 @@ class AutoregressiveDrafter:
 
     Args:
         model: of one of `FAMILIES`, hybrids included: it runs over this package's caches, by MLX's
-            own operations. A `Target` over such a model runs as that target does. Any other model
-            of mlx-lm runs by its own forward, if its prompt cache can be trimmed at any length.
+            own operations on a GPU and by this package's on a CPU, where they are the faster ones.
+            A `Target` over such a model runs as that target does. Any other model of mlx-lm runs by
+            its own forward, if its prompt cache can be trimmed at any length.
         max_drafts: most tokens of a proposal; each costs a step of the model.
         prefill_step_size: most inputs of one call that reads a prompt.
 
@@ -58,7 +59,7 @@ class AutoregressiveDrafter:
         if isinstance(model, Target):
             self._target: Target | None = model
         elif getattr(model, "model_type", None) in FAMILIES:
-            self._target = Target(model, exact=False)
+            self._target = Target(model, exact=mx.default_device() == mx.cpu)
         else:
             self._target = None
             _check_stock(model)

@@ -143,12 +143,12 @@ class NgramIndex:
         """At most `count` tokens that should follow, and how many tokens of the match agree."""
         ends = self._candidates()
         length = 0
-        while length < min(self._longest, self.size) and ends.size:
-            ends = ends[ends >= length]
-            agree = self._text[ends - length] == self._text[self.size - 1 - length]
-            if not agree.any():
+        while length < self._longest:
+            reach = ends[ends >= length]
+            agree = reach[self._text[reach - length] == self._text[self.size - 1 - length]]
+            if not agree.size:
                 break
-            ends, length = ends[agree], length + 1
+            ends, length = agree, length + 1
         if length < self._shortest:
             return [], 0
         after = self._text[int(ends[-1]) + 1 : self.size]
