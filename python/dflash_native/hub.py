@@ -101,6 +101,14 @@ def load_demo(
     return model, tokenizer, load_drafter(demo.DRAFT, mx.float32 if is_fp16 else dtype)
 
 
+def is_dflash(path_or_id: str | PathLike[str]) -> bool:
+    """Whether a folder, or a hub id if no such folder exists, is a DFlash draft and no language
+    model. Raises FileNotFoundError and ValueError as `load_drafter` does.
+    """
+    found, _ = _kind("load_drafter", _locate("load_drafter", path_or_id))
+    return found
+
+
 def check_tokenizer(target: HasVocabulary, tokenizer: Any) -> None:
     """Refuse a tokenizer whose ids go beyond the target's embedding table.
 
@@ -115,6 +123,25 @@ def check_tokenizer(target: HasVocabulary, tokenizer: Any) -> None:
         )
 
 
+def check_draft_tokenizer(tokenizer: Any, drafts: Any) -> None:
+    """Refuse a draft model whose tokenizer gives a token another id than the target's does.
+
+    Both are mlx-lm's wrappers or tokenizers of transformers. Raises ValueError naming the token.
+    """
+    ours, theirs = tokenizer.get_vocab(), drafts.get_vocab()
+    for token in sorted(ours.keys() & theirs.keys()):
+        if ours[token] != theirs[token]:
+            raise ValueError(
+                f"[check_draft_tokenizer] expected a draft model with {token!r} as id "
+                f"{ours[token]}, as the target's tokenizer has it, but got {theirs[token]}"
+            )
+    if not ours.keys() & theirs.keys():
+        raise ValueError(
+            "[check_draft_tokenizer] expected a draft model of the target's vocabulary but the two "
+            "have no token in common"
+        )
+
+
 def known_draft(target: str | PathLike[str]) -> str | None:
     """The hub id of a draft published for this target (a folder or id, also quantised), or None."""
     return KNOWN_PAIRS.get(_QUANTISATION.sub("", Path(target).name))
@@ -122,9 +149,24 @@ def known_draft(target: str | PathLike[str]) -> str | None:
 
 def _resolve(operation: str, path_or_id: str | PathLike[str], *, want_draft: bool) -> Path:
     """The folder of a checkpoint of the wanted kind, downloaded if need be."""
+    # The configuration alone first: a draft given as a target is no reason to download one.
+    folder = _locate(operation, path_or_id)
+    found, architectures = _kind(operation, folder)
+    if found != want_draft:
+        kinds = ("a target", "a DFlash draft")
+        raise ValueError(
+            f"[{operation}] expected {kinds[want_draft]} but {str(path_or_id)!r} is {kinds[found]} "
+            f"(architectures {architectures})"
+        )
+    if Path(path_or_id).expanduser().is_dir():
+        return folder
+    return _download(operation, str(path_or_id), _MODEL_FILES)
+
+
+def _locate(operation: str, path_or_id: str | PathLike[str]) -> Path:
+    """A folder, or that of a hub repository's configuration, downloaded if need be."""
     folder = Path(path_or_id).expanduser()
     if folder.is_dir():
-        _check_kind(operation, folder, path_or_id, want_draft)
         return folder
     if folder.exists():
         raise ValueError(f"[{operation}] expected a model's folder but {folder} is a file")
@@ -133,10 +175,7 @@ def _resolve(operation: str, path_or_id: str | PathLike[str], *, want_draft: boo
             f"[{operation}] expected a model's folder or a hub id (owner/name) but there is no "
             f"folder {str(path_or_id)!r}"
         )
-    # The configuration alone first: a draft given as a target is no reason to download one.
-    folder = _download(operation, path_or_id, ("config.json",))
-    _check_kind(operation, folder, path_or_id, want_draft)
-    return _download(operation, path_or_id, _MODEL_FILES)
+    return _download(operation, path_or_id, ("config.json",))
 
 
 def _download(operation: str, hub_id: str, patterns: Sequence[str]) -> Path:
@@ -153,24 +192,16 @@ def _download(operation: str, hub_id: str, patterns: Sequence[str]) -> Path:
     ) from cause
 
 
-def _check_kind(
-    operation: str, folder: Path, path_or_id: str | PathLike[str], want_draft: bool
-) -> None:
-    """Tell drafts from targets by the architectures of `config.json`."""
+def _kind(operation: str, folder: Path) -> tuple[bool, Any]:
+    """Whether `config.json` is a DFlash draft's, and its architectures."""
     path = folder / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"[{operation}] expected {path} but there is no such file")
     try:
         config = load_config(folder)
-        found = is_draft(config)
+        return is_draft(config), config.get("architectures")
     except (ValueError, AttributeError, TypeError) as error:
         raise ValueError(f"[{operation}] {path} is no configuration: {error}") from error
-    if found != want_draft:
-        kinds = ("a target", "a DFlash draft")
-        raise ValueError(
-            f"[{operation}] expected {kinds[want_draft]} but {str(path_or_id)!r} is {kinds[found]} "
-            f"(architectures {config.get('architectures')})"
-        )
 
 
 def _check_weights(folder: Path) -> None:

@@ -136,7 +136,10 @@ def generate_command(
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="The DFlash draft: a folder or a hub id. Without it, plain decoding."),
+        typer.Option(
+            help="A DFlash draft or a small model of the same vocabulary: a folder or a hub id. "
+            "Or lookup: what followed earlier in the text. Without it, plain decoding."
+        ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate; -1: no limit.")] = 256,
     block_size: _BlockSize = None,
@@ -217,7 +220,9 @@ def verify_command(
     ] = None,
     draft: Annotated[
         str | None,
-        typer.Option(help="Its DFlash draft. Without it, drafts are made from the plain answer."),
+        typer.Option(
+            help="Its draft, as for generate. Without it, drafts are made from the plain answer."
+        ),
     ] = None,
     prompt_file: Annotated[
         Path | None,

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from ..generation import GenerationResponse, stream_generate
 from ..sampling import Sampling
 from .console import INTERRUPTED, OptionError, check_block_size, err
-from .loading import demo_pair, known_draft, named_pair
+from .loading import LOOKUP, demo_pair, known_draft, lookup, named_pair
 
 Stream = Generator[GenerationResponse, None, None]
 
@@ -49,6 +49,8 @@ def run(
         if model is None
         else named_pair(model, draft, dtype or "stored", exact)
     )
+    if model is None and draft == LOOKUP:
+        drafter = lookup()
     if drafter is not None:
         check_block_size(block_size, drafter.max_drafts + 1)
     with _progress() as (bar, report):
@@ -162,10 +164,10 @@ def _check_options(
     stop: Sequence[str],
 ) -> None:
     """Refuse before anything is loaded."""
-    if draft is not None and model is None:
+    if draft not in (None, LOOKUP) and model is None:
         raise OptionError(
-            "expected --draft only with --model: without --model the built-in pair runs, "
-            "which has its own draft"
+            "expected --draft only with --model (or lookup): without --model the built-in pair "
+            "runs, which has its own draft"
         )
     if block_size is not None and model is not None and draft is None:
         raise OptionError("expected --block-size only with a draft but got no --draft")

@@ -10,8 +10,11 @@ import mlx.core as mx
 from .console import err
 
 if TYPE_CHECKING:
-    from ..drafters import DFlashDrafter
+    from ..drafters import DFlashDrafter, Drafter
     from ..targets import Target
+
+LOOKUP = "lookup"
+"""What `--draft` says for no model at all; a folder of this name is `./lookup`."""
 
 _DTYPES = {
     "float32": mx.float32,
@@ -34,8 +37,11 @@ def demo_pair(dtype: str, exact: bool = True) -> tuple[Target, Any, DFlashDrafte
 
 def named_pair(
     model: str, draft: str | None, dtype: str, exact: bool = True
-) -> tuple[Target, Any, DFlashDrafter | None]:
-    """A target and, if one is named, its draft. Raises what `hub` and `Target` raise."""
+) -> tuple[Target, Any, Drafter | None]:
+    """A target and, if one is named, its draft: a DFlash draft, a language model, or `lookup`.
+
+    Raises what `hub`, `Target` and the drafters raise.
+    """
     wanted = _DTYPES[dtype]
     with err().status("") as status:
         status.update("importing mlx-lm")
@@ -43,18 +49,40 @@ def named_pair(
         from .. import hub
         from ..targets import Target
 
-        drafter = None
+        drafter, drafts = None, None
         if draft is not None:  # the small one first: a wrong path shows at once
             status.update(f"loading {draft}")
-            # A draft's residuals overflow fp16: it runs in fp32 beside such a target.
-            drafter = hub.load_drafter(draft, mx.float32 if dtype == "float16" else wanted)
+            drafter, drafts = _named_draft(draft, dtype)
         status.update(f"loading {model}")
         weights, tokenizer = hub.load(model, wanted)
         target = Target(weights, exact=exact)
         hub.check_tokenizer(target, tokenizer)
+        if drafts is not None:
+            hub.check_draft_tokenizer(tokenizer, drafts)
         if drafter is not None:
             drafter.begin(target)
         return target, tokenizer, drafter
+
+
+def _named_draft(draft: str, dtype: str) -> tuple[Drafter, Any | None]:
+    """A drafter, and the tokenizer of one that has its own."""
+    from .. import hub
+    from ..drafters import AutoregressiveDrafter
+
+    if draft == LOOKUP:
+        return lookup(), None
+    if hub.is_dflash(draft):
+        # A draft's residuals overflow fp16: it runs in fp32 beside such a target.
+        return hub.load_drafter(draft, mx.float32 if dtype == "float16" else _DTYPES[dtype]), None
+    weights, tokenizer = hub.load(draft, _DTYPES[dtype])
+    return AutoregressiveDrafter(weights), tokenizer
+
+
+def lookup() -> Drafter:
+    """What `--draft lookup` means."""
+    from ..drafters import LookupDrafter
+
+    return LookupDrafter()
 
 
 def known_draft(model: str) -> str | None:

@@ -23,7 +23,7 @@ class CombinedDrafter:
     Raises TypeError for anything else, ValueError for a `match` that no search could reach.
     """
 
-    def __init__(self, lookup: LookupDrafter, other: Drafter, *, match: int = 8) -> None:
+    def __init__(self, lookup: LookupDrafter, other: Drafter, *, match: int = 4) -> None:
         if not isinstance(lookup, LookupDrafter):
             raise TypeError(
                 f"[CombinedDrafter] expected a LookupDrafter first but got {type(lookup).__name__}"
