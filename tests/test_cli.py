@@ -299,6 +299,33 @@ def test_a_folder_decodes_plainly_and_a_published_draft_is_named(tmp_path):
     assert "drafts accepted" in both.stderr and "plain decoding" not in both.stderr
 
 
+@pytest.mark.parametrize("model", [[], ["--model", demo_files.TARGET, "--dtype", "float32"]])
+def test_a_lookup_needs_no_draft(loaded, pair, model):
+    prompt = "[1, 2], [1, 2], [1, "
+    options = ("generate", "--prompt", prompt, "--max-tokens", 12, "--draft", "lookup")
+    shown = run(*options, *model)
+    assert shown.exit_code == 0, shown.stderr
+    assert shown.stdout == text_of((*pair[:2], None), prompt, max_tokens=12) != ""
+    assert "drafts accepted" in shown.stderr and "plain decoding" not in shown.stderr
+    drafted = json.loads(run(*options, *model, "--json").stdout)
+    dflash = json.loads(run(*options[:-2], "--json").stdout)
+    assert 0 < drafted["drafted"] != dflash["drafted"]  # the control: not the pair's own draft
+    assert run(*options, *model, "--block-size", 17).exit_code == 2
+
+
+def test_a_language_model_drafts(pair):
+    """The demo target for itself: every draft is right, four a round."""
+    shown = run(
+        *("generate", "--model", demo_files.TARGET, "--draft", demo_files.TARGET),
+        *("--prompt", PROMPT, "--max-tokens", 10, "--dtype", "float32", "--json"),
+        *("--block-size", 5),
+    )
+    assert shown.exit_code == 0, shown.stderr
+    found = json.loads(shown.stdout)
+    assert (found["rounds"], found["drafted"], found["accepted"]) == (2, 8, 8)
+    assert found["text"] == text_of((*pair[:2], None), PROMPT, max_tokens=10)
+
+
 # Ctrl-C.
 
 

@@ -83,9 +83,9 @@ def copy_of(source, folder, **replaced):
     return folder
 
 
-@pytest.mark.parametrize("kind", ["target", "draft"])
+@pytest.mark.parametrize("kind", ["target", "draft", "draft model"])
 def test_a_truncated_checkpoint_is_one_sentence(kind, tmp_path):
-    source = demo_files.TARGET if kind == "target" else demo_files.DRAFT
+    source = demo_files.DRAFT if kind == "draft" else demo_files.TARGET
     part = (source / "model.safetensors").read_bytes()[:200_000]
     bad = copy_of(source, tmp_path / "bad", **{"model.safetensors": part})
     model = ("--model", bad) if kind == "target" else ("--model", demo_files.TARGET, "--draft", bad)
@@ -115,10 +115,27 @@ def test_what_is_not_there_is_one_sentence(tmp_path, monkeypatch):
     refused(1, "cannot be downloaded", "generate", "--prompt", "x", "--model", "own/model")
 
 
-def test_draft_and_target_in_each_others_place(tmp_path):
-    model, draft = ("--model", demo_files.DRAFT), ("--draft", demo_files.TARGET)
-    refused(1, "is a DFlash draft", "generate", "--prompt", "x", *model)
-    refused(1, "is a target", "generate", "--prompt", "x", "--model", demo_files.TARGET, *draft)
+def test_a_draft_in_the_place_of_the_target():
+    refused(1, "is a DFlash draft", "generate", "--prompt", "x", "--model", demo_files.DRAFT)
+
+
+def test_a_draft_model_of_another_vocabulary_is_one_sentence(tmp_path):
+    generate = ("generate", "--prompt", "x", "--model", demo_files.TARGET, "--draft")
+    tokenizer = json.loads((demo_files.TARGET / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    a, b = sorted(vocab, key=vocab.get)[300:302]
+    vocab[a], vocab[b] = vocab[b], vocab[a]
+    other = json.dumps(tokenizer).encode()
+    bad = copy_of(demo_files.TARGET, tmp_path / "ids", **{"tokenizer.json": other})
+    refused(1, "as the target's tokenizer has it, but got", *generate, bad)
+    config = json.loads((demo_files.TARGET / "config.json").read_text())
+    config["model_type"] = "nothing"
+    bad = copy_of(
+        demo_files.TARGET, tmp_path / "type", **{"config.json": json.dumps(config).encode()}
+    )
+    refused(1, "mlx-lm cannot load", *generate, bad)
+    refused(1, "no folder", *generate, tmp_path / "missing")
+    refused(2, "--draft only with --model", "generate", "--prompt", "x", "--draft", "./lookup")
 
 
 def test_our_own_faults_keep_their_traceback(monkeypatch):

@@ -277,6 +277,32 @@ def test_draft_and_target_are_not_taken_for_each_other():
         hub.load_drafter(demo.TARGET)
 
 
+def test_a_dflash_draft_is_told_from_a_language_model(monkeypatch, tmp_path):
+    assert hub.is_dflash(demo.DRAFT) and not hub.is_dflash(demo.TARGET)
+    asked = []
+
+    def fake(hub_id, allow_patterns):
+        asked.append(allow_patterns)
+        return str(demo.TARGET)
+
+    monkeypatch.setattr(hub, "snapshot_download", fake)
+    assert not hub.is_dflash("some/model")
+    assert asked == [["config.json"]]
+    with pytest.raises(FileNotFoundError, match=r"^\[load_drafter\] there is no folder"):
+        hub.is_dflash(tmp_path / "nowhere")
+
+
+def test_the_draft_models_tokenizer_has_the_same_ids():
+    def tokenizer(**vocab):
+        return SimpleNamespace(get_vocab=lambda: vocab)
+
+    hub.check_draft_tokenizer(tokenizer(a=0, b=1), tokenizer(a=0, b=1, more=2))
+    with pytest.raises(ValueError, match="expected a draft model with 'b' as id 1, .* but got 2"):
+        hub.check_draft_tokenizer(tokenizer(a=0, b=1), tokenizer(a=0, b=2))
+    with pytest.raises(ValueError, match="no token in common"):
+        hub.check_draft_tokenizer(tokenizer(a=0), tokenizer(b=0))
+
+
 @pytest.mark.parametrize("kept", [0, 5, 1000, 10_000_000, -1], ids=lambda kept: f"{kept}_bytes")
 def test_truncated_weights_are_named(kept, tmp_path):
     content = (demo.TARGET / "model.safetensors").read_bytes()[:kept]
