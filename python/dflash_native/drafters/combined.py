@@ -38,6 +38,8 @@ class CombinedDrafter:
                 f"but got {match}"
             )
         self.lookup, self.other, self.match = lookup, other, match
+        self.model = getattr(other, "model", None)
+        """The other one's weights, where it has any."""
         self.tap_layers = other.tap_layers
         self.context_rows = other.context_rows
         self.max_drafts = max(lookup.max_drafts, other.max_drafts)
