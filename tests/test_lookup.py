@@ -8,7 +8,7 @@ import mlx.core as mx
 import pytest
 
 from decoding import Spoilt, decoded
-from dflash_native import load_demo
+from dflash_native import costs, load_demo
 from dflash_native.drafters import LookupDrafter
 from dflash_native.drafters import lookup as lookup_module
 from dflash_native.drafters.lookup import NgramIndex
@@ -225,6 +225,32 @@ def test_a_proposal_that_does_not_fit_is_refused(target, answer):
     with pytest.raises(ValueError, match=r"expected drafts int32 \(1, n\) with n in 0 … 3 but the"):
         session.round()
     assert session.tokens == PROMPT
+
+
+def test_the_cost_of_a_width_is_that_of_a_full_block(target, monkeypatch):
+    """A random text has nothing to look up: without filling every round would be a plain step."""
+    widths = []
+    verify = Target.forward
+
+    def watched(self, tokens, cache, **options):
+        widths.append(tokens.shape[1])
+        return verify(self, tokens, cache, **options)
+
+    monkeypatch.setattr(Target, "forward", watched)
+    found = costs.measure(target, LookupDrafter(7, shortest=20), repeats=1)
+    assert list(found) == [1, 2, 3, 4, 6, 8]
+    assert {*widths} >= {*found}
+
+
+def test_auto_block_sizes_with_a_drafter_that_is_often_silent(target):
+    """Rounds without drafts are plain steps that were not chosen, and cost nothing."""
+    plain = decoded(target, PROMPT, 200, sampling=SAMPLED["sampled"]).tokens
+    table = costs.Costs({0: {1: 1.0, 2: 1.1, 4: 1.2, 8: 1.5, 16: 2.0}})
+    options = {"block_size": "auto", "costs": table, "sampling": SAMPLED["sampled"]}
+    session = decoded(target, PROMPT, 200, LookupDrafter(), **options)
+    assert session.tokens == plain
+    assert session.stats.rejections > 5 and len(session.stats.choices) > 2
+    assert sum(session.stats.choices.values()) == session.stats.rounds
 
 
 def test_a_chats_next_turn_is_searched_too(target):

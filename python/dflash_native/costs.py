@@ -17,8 +17,9 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
-from .drafters.protocol import Drafter
+from .drafters.protocol import Drafter, DraftSession, Proposal, TargetLike
 from .policy import Costs
+from .sampling import Sampler
 from .session import Session
 from .targets import Target
 
@@ -40,12 +41,13 @@ def measure(
     """Median seconds of a round by width after `context` tokens, the widths taken in turn.
 
     A round is drafted, verified and committed as any other; whether drafts are accepted does not
-    matter to its cost. Width 1 is a step of plain decoding, queued ahead as there.
+    matter to its cost, and where a drafter has fewer than asked, its block is filled up. Width 1 is
+    a step of plain decoding, queued ahead as there.
     """
     widths = [w for w in WIDTHS if w <= drafter.max_drafts] + [drafter.max_drafts + 1]
     prompt = [(7 * i) % target.vocab_size for i in range(max(2, context))]
     seconds: dict[int, list[float]] = {width: [] for width in widths}
-    with Session(target) as plain, Session(target, drafter) as drafting:
+    with Session(target) as plain, Session(target, _Filled(drafter)) as drafting:
         for session in (plain, drafting):
             session.prefill(prompt)
         start = time.perf_counter()
@@ -65,6 +67,36 @@ def measure(
             if repeat > 0 and time.perf_counter() - start > _SECONDS:
                 break
     return {width: median(times) for width, times in seconds.items()}
+
+
+class _Filled:
+    """A drafter whose every proposal has the length that was asked for."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self.tap_layers, self.context_rows = drafter.tap_layers, drafter.context_rows
+        self.max_drafts = drafter.max_drafts
+
+    def begin(self, target: TargetLike) -> DraftSession:
+        return _FilledSession(self._drafter.begin(target))
+
+
+class _FilledSession:
+    def __init__(self, session: DraftSession) -> None:
+        self._session = session
+        self.observe, self.extend, self.arrays = session.observe, session.extend, session.arrays
+
+    @property
+    def finite(self) -> mx.array | None:
+        return self._session.finite
+
+    def propose(
+        self, pending: mx.array, position: int, count: int, sampler: Sampler | None = None
+    ) -> mx.array | Proposal:
+        answer = self._session.propose(pending, position, count, sampler)
+        if isinstance(answer, Proposal):  # the rounds that are measured draw nothing
+            return answer
+        return mx.pad(answer, [(0, 0), (0, count - answer.shape[1])])
 
 
 @dataclass(frozen=True)

@@ -48,9 +48,12 @@ class Proposal:
 class DraftSession(Protocol):
     """A drafter's state for one request. Every call is lazy: nothing here waits for the device."""
 
-    finite: mx.array | None
-    """Bool [], lazy: whether the first proposal's logits were all finite. None before it, and where
-    there are no logits."""
+    @property
+    def finite(self) -> mx.array | None:
+        """Bool [], lazy: whether the first proposal's logits were all finite. None before it, and
+        where there are no logits.
+        """
+        ...
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Told before each proposal: the tokens that were committed since, the pending one last.
