@@ -1,6 +1,8 @@
-"""What of the demo's draft is accepted where tokens are drawn, by how the draft proposes.
+"""What of a draft is accepted where tokens are drawn, by how the draft proposes.
 
-python bench/sampling.py --prompts 20 --tokens 128
+python bench/sampling.py --prompts 20 --tokens 128 --draft dflash
+
+`--draft model` takes the demo's target itself, in four bits, as a draft of four tokens.
 """
 
 from __future__ import annotations
@@ -8,8 +10,9 @@ from __future__ import annotations
 import argparse
 
 import mlx.core as mx
+import mlx.nn as nn
 
-from dflash_native import Sampling, Session, Target, load_demo
+from dflash_native import AutoregressiveDrafter, Sampling, Session, Target, load_demo
 from dflash_native.demo import prompts
 
 SETTINGS = ({"temperature": 0.6}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0})
@@ -20,8 +23,13 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--draft", choices=("dflash", "model"), default="dflash")
     options = parser.parse_args()
     model, tokenizer, drafter = load_demo(mx.float32)
+    if options.draft == "model":
+        small, _, _ = load_demo(mx.float32)
+        nn.quantize(small, group_size=64, bits=4)
+        drafter = AutoregressiveDrafter(small)
     target = Target(model)
     print(
         f"blocks of {drafter.max_drafts + 1}, {options.prompts} prompts x {options.tokens} tokens"

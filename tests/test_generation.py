@@ -263,6 +263,18 @@ def test_mlx_lms_arguments_work_or_are_refused_by_name(model, tokenizer, answer)
         stream_generate(model, tokenizer, PROMPT, temperatur=1)
 
 
+def test_a_draft_model_is_a_model_as_in_mlx_lm(model, tokenizer, answer):
+    options = {"draft_model": model, "num_draft_tokens": 2, "max_tokens": 9}
+    *_, last = responses = list(stream_generate(model, tokenizer, PROMPT, **options))
+    assert [r.token for r in responses] == answer[5:14]
+    assert last.stats.rounds == 3 and last.stats.accepted == 6  # it is right about itself
+    other = make_model("qwen3", seed=4, vocab_size=Target(model).vocab_size)
+    options["draft_model"] = other
+    *_, last = responses = list(stream_generate(model, tokenizer, PROMPT, **options))
+    assert [r.token for r in responses] == answer[5:14]
+    assert last.stats.drafted > last.stats.accepted
+
+
 def test_bad_arguments_are_refused_at_the_call(model, tokenizer, answer):
     drafter, session = ScriptedDrafter(answer), Session(Target(model))
     for arguments, message in [
@@ -270,7 +282,7 @@ def test_bad_arguments_are_refused_at_the_call(model, tokenizer, answer):
         (dict(prompt=[]), "prompt of at least one token but got an empty one"),
         (dict(max_tokens=0), "max_tokens of at least 1"),
         (dict(drafter=drafter, draft_model=drafter), "drafter or draft_model but got both"),
-        (dict(draft_model=model), "a dflash_native drafter but got Model"),
+        (dict(draft_model="small"), "a model or a dflash_native drafter but got str"),
         (dict(drafter=drafter, block_size=3, num_draft_tokens=2), "but got both"),
         (dict(drafter=drafter, block_size=17), r"block_size in 1 … 16"),
         (dict(stop=["a", ""]), "stop texts but got an empty one"),

@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import mlx.core as mx
+from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from .drafters import AutoregressiveDrafter
 from .drafters.protocol import Drafter
 from .sampling import LogitsProcessor, Sampling
 from .session import Round, Session, Stats
@@ -97,7 +99,7 @@ def stream_generate(
     session: Session | None = None,
     prefill_step_size: int | None = None,
     prompt_progress_callback: Callable[[int, int], None] | None = None,
-    draft_model: Drafter | None = None,
+    draft_model: Drafter | Module | None = None,
     num_draft_tokens: int | None = None,
     **others: Any,
 ) -> Iterator[GenerationResponse]:
@@ -120,7 +122,8 @@ def stream_generate(
         session: an open session to go on with (a chat's next turn). It stays open, at the last
             token that was delivered; otherwise a session is made and closed.
         prefill_step_size, prompt_progress_callback: as in mlx-lm (2048 inputs a step).
-        draft_model, num_draft_tokens: mlx-lm's names for `drafter` and `block_size - 1`.
+        draft_model, num_draft_tokens: mlx-lm's names for `drafter` and `block_size - 1`. A model
+            that mlx-lm loaded becomes an `AutoregressiveDrafter` of as many tokens.
 
     Whatever ends the loop (an end token, a stop string, the budget, an exception or a `close()` of
     this generator), the session ends just before the last delivered token, which is pending.
@@ -133,12 +136,15 @@ def stream_generate(
     if draft_model is not None:
         if drafter is not None:
             raise ValueError("[generate] expected drafter or draft_model but got both.")
-        if not isinstance(draft_model, Drafter):
+        if isinstance(draft_model, Module):
+            drafter = AutoregressiveDrafter(draft_model, num_draft_tokens or 4)
+        elif isinstance(draft_model, Drafter):
+            drafter = draft_model
+        else:
             raise ValueError(
-                "[generate] expected draft_model to be a dflash_native drafter but got "
+                "[generate] expected draft_model to be a model or a dflash_native drafter but got "
                 f"{type(draft_model).__name__}."
             )
-        drafter = draft_model
     if num_draft_tokens is not None:
         if block_size is not None:
             raise ValueError("[generate] expected block_size or num_draft_tokens but got both.")

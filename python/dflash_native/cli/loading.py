@@ -52,7 +52,7 @@ def named_pair(
         drafter, drafts = None, None
         if draft is not None:  # the small one first: a wrong path shows at once
             status.update(f"loading {draft}")
-            drafter, drafts = _named_draft(draft, dtype)
+            drafter, drafts = _named_draft(draft, dtype, exact)
         status.update(f"loading {model}")
         weights, tokenizer = hub.load(model, wanted)
         target = Target(weights, exact=exact)
@@ -64,10 +64,11 @@ def named_pair(
         return target, tokenizer, drafter
 
 
-def _named_draft(draft: str, dtype: str) -> tuple[Drafter, Any | None]:
+def _named_draft(draft: str, dtype: str, exact: bool) -> tuple[Drafter, Any | None]:
     """A drafter, and the tokenizer of one that has its own."""
     from .. import hub
     from ..drafters import AutoregressiveDrafter
+    from ..targets import Target
 
     if draft == LOOKUP:
         return lookup(), None
@@ -75,7 +76,7 @@ def _named_draft(draft: str, dtype: str) -> tuple[Drafter, Any | None]:
         # A draft's residuals overflow fp16: it runs in fp32 beside such a target.
         return hub.load_drafter(draft, mx.float32 if dtype == "float16" else _DTYPES[dtype]), None
     weights, tokenizer = hub.load(draft, _DTYPES[dtype])
-    return AutoregressiveDrafter(weights), tokenizer
+    return AutoregressiveDrafter(weights if exact else Target(weights, exact=False)), tokenizer
 
 
 def lookup() -> Drafter:

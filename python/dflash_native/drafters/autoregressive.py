@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from ..sampling import Sampler
 from ..targets import FAMILIES, Target
@@ -41,9 +41,13 @@ class AutoregressiveDrafter:
     context_rows: int | None = 0
 
     proposes: Literal["argmax", "coupled", "drawn"] = "coupled"
-    """Where tokens are drawn: the draft's most probable ones, those that it draws with the target's
-    own noise, or a `Proposal` drawn with other noise. Penalties and processors are the target's
-    alone."""
+    """What is drafted where tokens are drawn (`bench/sampling.py` measures all three).
+
+    "argmax": the draft's most probable tokens. "coupled": what the draft draws with the noise that
+    the target will draw with; accepted more often, and like "argmax" it changes no token. "drawn":
+    a `Proposal` drawn with other noise; accepted still more often, but then the text of a seed
+    depends on the blocks that it was drafted in. Penalties and processors are the target's alone.
+    """
 
     def __init__(
         self, model: Module | Target, max_drafts: int = 4, *, prefill_step_size: int = 2048
@@ -142,13 +146,8 @@ class _StockReader:
         return restore
 
     def arrays(self) -> list[mx.array]:
-        return [
-            array
-            for layer in self.cache
-            if not layer.empty()
-            for part in (layer.keys, layer.values)
-            for array in (part if isinstance(part, list | tuple) else [part])
-        ]
+        filled = [layer for layer in self.cache if not layer.empty()]
+        return [array for layer in filled for array in (layer.keys, layer.values)]
 
 
 class AutoregressiveSession:
@@ -235,14 +234,9 @@ def _check_stock(model: Any) -> None:
         raise ValueError(
             f"[AutoregressiveDrafter] expected a language model that mlx-lm loaded but got {name}"
         )
-    caches = make_prompt_cache(model)
-    others = {type(cache).__name__ for cache in caches} - {
-        KVCache.__name__,
-        QuantizedKVCache.__name__,
-    }
-    if others or not caches:
-        families = ", ".join(FAMILIES)
+    others = {type(cache).__name__ for cache in make_prompt_cache(model)} - {KVCache.__name__}
+    if others:
         raise ValueError(
-            f"[AutoregressiveDrafter] expected a model of {families}, or one whose prompt cache "
-            f"can be trimmed at any length, but {name} has {', '.join(sorted(others)) or 'none'}"
+            f"[AutoregressiveDrafter] expected a model of {', '.join(FAMILIES)}, or one whose "
+            f"prompt cache can be trimmed at any length, but {name} has {', '.join(sorted(others))}"
         )
