@@ -41,12 +41,13 @@ class AutoregressiveDrafter:
     context_rows: int | None = 0
 
     proposes: Literal["argmax", "coupled", "drawn"] = "coupled"
-    """What is drafted where tokens are drawn (`bench/sampling.py` measures all three).
+    """What is drafted where tokens are drawn (`bench/sampling.py --draft model` measures all three).
 
     "argmax": the draft's most probable tokens. "coupled": what the draft draws with the noise that
-    the target will draw with; accepted more often, and like "argmax" it changes no token. "drawn":
-    a `Proposal` drawn with other noise; accepted still more often, but then the text of a seed
-    depends on the blocks that it was drafted in. Penalties and processors are the target's alone.
+    the target will draw with; accepted far more often, and like "argmax" it changes no token.
+    "drawn": a `Proposal` drawn with other noise; accepted about as often as "coupled", and the text
+    of a seed then depends on the blocks that it was drafted in. Penalties and processors are the
+    target's alone.
     """
 
     def __init__(
