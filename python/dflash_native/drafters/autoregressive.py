@@ -41,7 +41,7 @@ class AutoregressiveDrafter:
     context_rows: int | None = 0
 
     proposes: Literal["argmax", "coupled", "drawn"] = "coupled"
-    """What is drafted where tokens are drawn (`bench/sampling.py --draft model` measures all three).
+    """What is drafted where tokens are drawn (`bench/sampling.py --draft model` measures them).
 
     "argmax": the draft's most probable tokens. "coupled": what the draft draws with the noise that
     the target will draw with; accepted far more often, and like "argmax" it changes no token.
