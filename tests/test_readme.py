@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import re
-from pathlib import Path
-
 import mlx.core as mx
 import pytest
 
 from dflash_native.drafters import Drafter, DraftSession
 from dflash_native.session import Session
-
-README = Path(__file__).parent.parent / "README.md"
-
-
-def block(heading: str) -> str:
-    """The first Python block below a heading."""
-    _, found, below = README.read_text(encoding="utf-8").partition(f"\n### {heading}\n")
-    assert found, heading
-    return re.findall(r"```python\n(.*?)```", below, re.DOTALL)[0]
+from readme import README, block
 
 
 @pytest.fixture(scope="module")

@@ -184,7 +184,8 @@ class Cache:
     def snapshot(self) -> Callable[[], None]:
         """A function that takes everything back to now, whatever was run since, however often.
 
-        It holds the recurrent layers' arrays. KV rows written since are dead after it.
+        It holds the recurrent layers' arrays. KV rows written since are dead after it; so of a
+        verify that waits now, no more inputs can be committed then than were at the first time.
         """
         lengths, uncommitted = list(self.lengths), self.uncommitted
         held = [

@@ -1,0 +1,1 @@
+"""What lets other engines run this package's models; one module an engine."""
