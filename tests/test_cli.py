@@ -376,3 +376,29 @@ def test_costs_are_measured_kept_and_shown(tmp_path, monkeypatch):
     for wrong in (["--context", "1"], ["--model", "x"]):
         refused = CliRunner().invoke(app, ["doctor", "--measure", *wrong])
         assert refused.exit_code == 2, refused.output
+
+
+def test_a_seed_draws_the_same_text_and_none_another():
+    def text(*options):
+        drawn = ["--temperature", "0.8", "--top-p", "0.95", "--max-tokens", "40", *options]
+        run = CliRunner().invoke(app, ["generate", "--prompt", "def add(", "--json", *drawn])
+        assert run.exit_code == 0, run.output
+        return json.loads(run.stdout)["text"]
+
+    seeded = text("--seed", "1")
+    assert text("--seed", "1") == seeded
+    assert text("--seed", "1", "--block-size", "3") == seeded
+    assert len({seeded, text("--seed", "2"), text(), text()}) == 4
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (["--top-p", "7"], "expected top_p from 0.0 to 1.0 but got 7"),
+        (["--temperature", "-1"], "expected temperature from 0.0"),
+        (["--repetition-penalty", "-1"], "expected repetition_penalty from 0.0"),
+    ],
+)
+def test_sampling_out_of_range_is_a_bad_option(options, message):
+    run = CliRunner().invoke(app, ["generate", "--prompt", "x", *options])
+    assert run.exit_code == 2 and message in run.stderr
