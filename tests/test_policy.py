@@ -198,10 +198,20 @@ def test_costs_are_measured_once_and_kept(target, answer, tmp_path, monkeypatch)
     assert len(calls) == 3  # another drafter has costs of its own
     file = measured.cache_file()
     assert len(json.loads(file.read_text())) == 2
-    for damage in ("{", "[]", ""):
+    key = measured.fingerprint(target, drafter)
+    wrong = [
+        {"x": {"1": 1}},
+        {"64": {"1": "a"}},
+        {"64": {"1": -1}},
+        {"64": [1]},
+        {"64": {"2": 1}},
+        5,
+    ]
+    for damage in ("{", "[]", "", *(json.dumps({key: entry}) for entry in wrong)):
         file.write_text(damage)
-        assert measured.cached_or_measured(target, drafter).at(0)
-    assert len(calls) == 6
+        assert measured.kept().get(key, {}) == {}
+        assert measured.cached_or_measured(target, drafter).at(0)[1] > 0
+    assert len(calls) == 12
     assert [p.name for p in file.parent.iterdir()] == ["costs.json"]
 
 

@@ -130,7 +130,7 @@ def cached_or_measured(
     Without `contexts` anything that is there will do, and CONTEXT is measured where nothing is.
     """
     key, path = fingerprint(target, drafter), cache_file()
-    known = {} if renew else {int(c): _row(row) for c, row in _read(path).get(key, {}).items()}
+    known = {} if renew else _rows(_read(path).get(key))
     wanted = contexts if contexts is not None else ([] if known else [CONTEXT])
     new = {context: measure(target, drafter, context) for context in wanted if context not in known}
     for context, row in new.items():
@@ -147,7 +147,7 @@ def keep(target: Target, drafter: Drafter, context: int, row: Mapping[int, float
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         known = _read(path)
-        known[key] = known.get(key, {}) | {str(context): dict(row)}
+        known[key] = _rows(known.get(key)) | {context: dict(row)}
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
             file.write(json.dumps(known, indent=1))
         os.replace(file.name, path)
@@ -181,10 +181,7 @@ def _shapes(model: object) -> list[str]:
 
 def kept() -> dict[str, dict[int, dict[int, float]]]:
     """All that the cache file holds: fingerprint, context, width, seconds."""
-    return {
-        key: {int(context): _row(row) for context, row in rows.items()}
-        for key, rows in _read(cache_file()).items()
-    }
+    return {key: _rows(found) for key, found in _read(cache_file()).items()}
 
 
 def cache_file() -> Path:
@@ -194,8 +191,17 @@ def cache_file() -> Path:
     return Path(own or Path(base, "dflash-native")).expanduser() / "costs.json"
 
 
-def _row(row: dict[str, float]) -> dict[int, float]:
-    return {int(width): seconds for width, seconds in row.items()}
+def _rows(found: object) -> dict[int, dict[int, float]]:
+    """What one target's entry says by context and width, as far as it makes sense."""
+    rows = {}
+    for context, row in found.items() if isinstance(found, dict) else ():
+        try:
+            seconds = {int(width): float(value) for width, value in row.items()}
+            Costs({int(context): seconds})
+        except (AttributeError, TypeError, ValueError):
+            continue
+        rows[int(context)] = seconds
+    return rows
 
 
 def _read(path: Path) -> dict[str, Any]:
