@@ -375,6 +375,14 @@ def test_a_session_keeps_its_sampling_unless_another_is_given():
     with Session(target, sampling=drawn) as session:
         got = stream_generate(target, tokenizer, PROMPT, 9, session=session)
         assert [r.token for r in got] == expected
+        calls = []
+        for turn in range(1, 4):  # before, a turn's processors stayed for the next ones
+            noted = lambda _, logits: calls.append(1) or logits  # noqa: E731
+            options = {"session": session, "logits_processors": [noted]}
+            list(stream_generate(target, tokenizer, PROMPT, 4, **options))
+            assert session.sampling is drawn and len(calls) <= 5 * turn
+        list(stream_generate(target, tokenizer, PROMPT, 4, session=session))
+        assert len(calls) <= 15
         other = Sampling(temperature=0.9, seed=4)
         list(stream_generate(target, tokenizer, PROMPT, 9, session=session, sampling=other))
         assert session.sampling is other

@@ -100,6 +100,8 @@ def test_costs_of_the_nearest_context():
         ({}, "at least one context"),
         ({0: {2: 1.0}}, "width 1 among them"),
         ({0: {1: 0.0}}, "positive seconds"),
+        ({0: {1: 1.0, 4: float("inf")}}, "finite positive seconds"),
+        ({-5: {1: 1.0}}, "for context -5"),
     ):
         with pytest.raises(ValueError, match=message):
             Costs(bad)

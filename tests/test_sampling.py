@@ -63,6 +63,18 @@ def test_draws_have_the_targets_distribution(temperature):
     assert chance(histogram(tokens), softmax(np.array(FOUR) / temperature * 1.05)) < 1e-6
 
 
+@pytest.mark.parametrize("temperature", [1e30, 1e46, 1e300])
+def test_a_high_temperature_draws_from_what_is_left(temperature):
+    """Infinity times 0 was not a number: ids outside the vocabulary were drawn from 1e46 on."""
+    rows = mx.random.normal((400, 97), key=mx.random.key(0)) * 5
+    sampler = Sampler(Sampling(temperature=temperature, top_k=5, seed=1), 97)
+    left = mx.isfinite(sampler.scores(rows))
+    drawn = sampler.draw(rows, 0)
+    assert (left.sum(axis=1) == 5).all() and drawn.max() < 97
+    assert mx.take_along_axis(left, drawn[:, None], axis=1).all()
+    assert len({*drawn.tolist()}) > 50
+
+
 @pytest.mark.parametrize("temperature", [1e-3, 1e-30, 1e-308])
 def test_a_low_temperature_is_the_argmax(temperature):
     """1 / temperature times a log probability of 0 was not a number."""
@@ -204,6 +216,22 @@ class DrawnDrafter(ScriptedDrafter):
 
         session.propose = propose
         return session
+
+
+def test_a_drawn_proposal_under_penalties_alone_is_a_point(hybrid):
+    """At temperature 0 nothing is drawn; judging such drafts divided by zero."""
+    sampling = Sampling(repetition_penalty=1.3)
+    plain = decoded(hybrid, 40, sampling)
+
+    class Greedy(ScriptedDrafter):
+        def begin(self, target):
+            session = super().begin(target)
+            propose = session.propose
+            rows = mx.ones((3, VOCAB)) / VOCAB
+            session.propose = lambda *a: Proposal(propose(*a), rows[: a[2]])
+            return session
+
+    assert decoded(hybrid, 40, sampling, Greedy(plain, spoil=0.3, max_drafts=3)) == plain
 
 
 def test_pairs_of_a_session_with_drawn_drafts_have_the_targets_distribution(hybrid):
@@ -360,6 +388,10 @@ def test_logits_of_a_round_are_processed_and_not_filtered(hybrid):
         ({"min_tokens_to_keep": 0}, "min_tokens_to_keep from 1"),
         ({"repetition_penalty": -1.0}, "repetition_penalty from 0.0"),
         ({"presence_context_size": 0}, "presence_context_size from 1"),
+        ({"presence_context_size": 2.5}, "presence_context_size to be an integer"),
+        ({"logit_bias": {3: float("nan")}}, "logit_bias of token ids with finite numbers or -inf"),
+        ({"logit_bias": {3: float("inf")}}, "logit_bias of token ids"),
+        ({"logit_bias": {"3": 1.0}}, "logit_bias of token ids"),
     ],
 )
 def test_values_out_of_range_are_refused(options, message):

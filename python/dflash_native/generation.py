@@ -174,10 +174,6 @@ def stream_generate(
         raise ValueError("[generate] expected stop texts but got an empty one.")
     rules = StopRules(tokenizer.eos_token_ids, TextStream(tokenizer.detokenizer, stops), max_tokens)
     ids = _prompt_ids(tokenizer, prompt)
-    if logits_processors:
-        asked = sampling or (session.sampling if session is not None else None) or Sampling()
-        processors = [*asked.logits_processors, *logits_processors]
-        sampling = replace(asked, logits_processors=processors)
     own = session is None
     if session is not None:
         if sampling is not None:
@@ -190,7 +186,7 @@ def stream_generate(
             sampling=sampling,
             prefill_step_size=2048 if prefill_step_size is None else prefill_step_size,
         )
-    return _stream(session, own, ids, rules, prompt_progress_callback)
+    return _stream(session, own, ids, rules, prompt_progress_callback, logits_processors or ())
 
 
 def _stream(
@@ -199,8 +195,17 @@ def _stream(
     ids: list[int],
     rules: StopRules,
     progress: Callable[[int, int], None] | None,
+    processors: Sequence[LogitsProcessor],
 ) -> Iterator[GenerationResponse]:
-    """The loop itself: a generator, so that everything above is checked at the call."""
+    """The loop itself: a generator, so that everything above is checked at the call.
+
+    `processors` are of this text alone: a session goes on without them.
+    """
+    if processors:
+        sampling = session.sampling
+        asked = sampling or Sampling()
+        both = [*asked.logits_processors, *processors]
+        session.sampling = replace(asked, logits_processors=both)
     delivered = emitted = 0
     try:
         start = time.perf_counter()
@@ -239,6 +244,8 @@ def _stream(
     finally:
         if 0 < delivered < emitted:
             session.rewind(delivered)
+        if processors:
+            session.sampling = sampling
         if own:
             session.close()
 

@@ -40,9 +40,10 @@ class Costs:
 
     def __post_init__(self) -> None:
         for context, row in self.seconds.items():
-            if 1 not in row or not all(w >= 1 and s > 0 for w, s in row.items()):
+            sound = all(w >= 1 and 1e-9 < s < 1e9 for w, s in row.items())
+            if 1 not in row or context < 0 or not sound:
                 raise ValueError(
-                    "[Costs] expected positive seconds by width, width 1 among them, "
+                    "[Costs] expected finite positive seconds by width, width 1 among them, "
                     f"but got {dict(row)} for context {context}."
                 )
         if not self.seconds:

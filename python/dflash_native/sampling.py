@@ -24,7 +24,8 @@ LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 _COLUMNS = 64
 """Rows are padded to a multiple of it: MLX's CPU loops end in scalar code, of other bits."""
 
-_LARGEST = 3e38
+_LARGEST = 1e37
+"""Of factors, so that no product of one with infinity is anything else."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +77,20 @@ class Sampling:
                 raise ValueError(
                     f"[Sampling] expected {name} from {low} to {high} but got {value}."
                 )
-        for name in ("top_k", "min_tokens_to_keep", "repetition_context_size"):
+        bias = self.logit_bias or {}
+        for token, value in bias.items():
+            if not isinstance(token, int) or not (abs(value) < 1e30 or value == -math.inf):
+                raise ValueError(
+                    "[Sampling] expected logit_bias of token ids with finite numbers or -inf "
+                    f"but got {token!r}: {value!r}."
+                )
+        for name in (
+            "top_k",
+            "min_tokens_to_keep",
+            "repetition_context_size",
+            "presence_context_size",
+            "frequency_context_size",
+        ):
             if not isinstance(getattr(self, name), int):
                 raise ValueError(
                     f"[Sampling] expected {name} to be an integer but got {getattr(self, name)!r}."
@@ -211,7 +225,8 @@ class Sampler:
             scores = apply_top_k(scores, chosen.top_k)
         # From the best one on, so that no temperature is too low.
         best = scores.max(axis=-1, keepdims=True)
-        return (scores - best) * min(1 / chosen.temperature, _LARGEST)
+        scale = min(max(1 / chosen.temperature, 1 / _LARGEST), _LARGEST)
+        return (scores - best) * scale
 
     def _noisy_argmax(self, scores: mx.array, position: int, use: str) -> mx.array:
         return mx.argmax(scores + self.noise(scores, position, use), axis=-1).astype(mx.int32)

@@ -338,6 +338,7 @@ class Session:
                 block, self._cache, commit=False, tap_layers=self._tap_layers
             )
             logits = self.target.logits(hidden)[0]
+            draws = sampler is not None and sampler.sampling.temperature > 0
             if sampler is None:
                 drawn = mx.argmax(logits, axis=-1).astype(mx.int32)
             else:
@@ -347,7 +348,7 @@ class Session:
                 read = mx.concatenate([mx.array([1, 0], dtype=mx.int32), drawn])
             else:
                 agreed = drawn[:-1] == drafts[0]
-                if probabilities is not None and sampler is not None:
+                if probabilities is not None and sampler is not None and draws:
                     agreed, drawn = sampler.judge(logits, drafts[0], probabilities, position + 1)
                 accepted = mx.cumprod(agreed.astype(mx.int32)).sum(keepdims=True)
                 read = mx.concatenate([sound, accepted, drafts[0], drawn])

@@ -38,8 +38,10 @@ class Wheel:
 
     def info(self, name: str) -> str:
         """The text of that file of the .dist-info folder."""
-        (found,) = (n for n in self.files if re.fullmatch(rf"[^/]+\.dist-info/{name}", n))
-        return self.files[found].decode()
+        found = [n for n in self.files if re.fullmatch(rf"[^/]+\.dist-info/{name}", n)]
+        if len(found) != 1:
+            raise BenchError(f"expected one file .dist-info/{name} but got {found}")
+        return self.files[found[0]].decode()
 
 
 def expect(what: str, expected: object, got: object) -> None:
@@ -190,4 +192,6 @@ def audit(path: Path) -> dict[str, tuple[bool, str]]:
             results[name] = True, check(wheel)
         except BenchError as error:
             results[name] = False, str(error)
+        except KeyError as missing:
+            results[name] = False, f"expected the file {missing} but there is none"
     return results

@@ -56,6 +56,10 @@ def with_another(file: str) -> Callable[[Files], None]:
 
 
 FAULTS: dict[str, tuple[Callable[[Files], None], set[str]]] = {
+    "no _built.py": (
+        lambda files: files.pop("dflash_native/_built.py") and None,
+        {"files", "version of mlx"},
+    ),
     "a bit of a hash in the signature": (damaged(lambda x: len(x) - 100), {"signature"}),
     "a bit of the code": (damaged(lambda x: 200_000), {"signature"}),
     "another rpath": (

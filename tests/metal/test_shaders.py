@@ -149,6 +149,20 @@ def test_gated_delta_at_other_dims(dims: tuple[int, int]) -> None:
     assert equal(got, chained(state, given)[0])
 
 
+@pytest.mark.parametrize("vector", [False, True], ids=["scalar", "vector"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("key_dim", range(32, 257, 32))
+def test_every_gated_delta_kernel_that_ships(key_dim: int, kind: str, vector: bool) -> None:
+    given, state = recurrence(kind, 2, vector=vector, dims=(key_dim, 3))
+    got = on_every_schedule(lambda schedule: wide(state, given, schedule))
+    operands = [to_mx(x) for x in given[:5]]
+    y, tape, _ = reference.gated_delta_verify(*operands, mx.array(state))
+    assert close(decode(got.y), decode(from_mx(y)), 1e-5 + ULP[kind])
+    assert close(got.delta, np.array(tape.delta), 1e-5)
+    other, _ = recurrence(kind, 2, vector=vector, dims=(key_dim, 3), seed=1)
+    assert not close(wide(state, other).delta, np.array(tape.delta), 1e-5)  # the control
+
+
 @every_variant(LENGTHS[1:])
 def test_gated_delta_width(kind: str, inputs: int, vector: bool, mask: bool) -> None:
     """C1: bits do not depend on T or B."""
@@ -275,9 +289,9 @@ def test_conv_window(kind: str, inputs: int) -> None:
     x, _, window = convolution(kind, inputs)
     for n in range(inputs + 1):
         keep = [n, inputs - n]
-        got = conv_window(window, x, keep, SCHEDULES[n % len(SCHEDULES)])
         oracle = reference.conv_window(to_mx(window), to_mx(x), mx.array(keep))
-        assert same(got, from_mx(oracle))
+        for schedule in SCHEDULES:
+            assert same(conv_window(window, x, keep, schedule), from_mx(oracle))
     for wrong in (-1, inputs + 1):
         poisoned = decode(conv_window(window, x, [wrong, inputs], FENCED))
         assert np.isnan(poisoned[0]).all()
@@ -291,11 +305,11 @@ def test_kv_write(kind: str, inputs: int) -> None:
     heads, capacity, dim = 3, 20, 12
     cache = encode(rng.standard_normal((BATCH, heads, capacity, dim)), kind)
     rows = encode(rng.standard_normal((BATCH, heads, inputs, dim)), kind)
-    for n, lengths in enumerate(([0, capacity - inputs], [1, 2])):
-        got = kv_write(cache, rows, lengths, SCHEDULES[1 + n])
-        oracle = reference.kv_write(to_mx(cache), to_mx(rows), mx.array(lengths))
-        assert same(got, from_mx(oracle))
-        assert not same(got, cache)
+    for lengths in ([0, capacity - inputs], [1, 2]):
+        oracle = from_mx(reference.kv_write(to_mx(cache), to_mx(rows), mx.array(lengths)))
+        assert not same(oracle, cache)
+        for schedule in SCHEDULES:
+            assert same(kv_write(cache, rows, lengths, schedule), oracle)
     for wrong in (-1, capacity - inputs + 1):
         got = decode(kv_write(cache, rows, [wrong, 2], FENCED))
         assert np.isnan(got[0]).any() and not np.isnan(got[1]).any()

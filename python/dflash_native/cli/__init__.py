@@ -72,7 +72,7 @@ def doctor_command(
     context: Annotated[
         list[int] | None,
         typer.Option(
-            help="With --measure: tokens before the round; repeatable.", show_default="512"
+            help="With --measure: tokens before the round; repeatable.", show_default="64"
         ),
     ] = None,
 ) -> None:
