@@ -24,7 +24,6 @@ FAST: dict[str, list[str]] = {
     "oracles: gated delta": ["test_oracles.py", "-k", "gated_delta"],
     "mock device: host code": ["test_mock.py"],
     "mutants: planted ones are noticed": ["test_shaders.py", "-k", "mutants"],
-    "mutants: a sample of all, and the tables of survivors": ["test_mutation.py"],
 }
 FULL: dict[str, list[str]] = {
     "mutants: planted in products and attention": ["test_verify_mutants.py"],
@@ -55,8 +54,14 @@ def selftest(full: bool) -> int:
     commands["mock device: the operations' tests"] = [*metal, "host", "-q", *every]
     commands["macOS: the wheel and its audit"] = [*metal, "audit"]
     commands["macOS: damaged wheels are refused"] = [*pytest, str(BENCH / "test_macos.py")]
-    if full:
-        commands["mutants: the whole run"] = [*metal, "mutate", "--jobs", "2"]
+    which = "the whole run" if full else "a sample"
+    commands[f"mutants: {which}"] = [
+        *metal,
+        "mutate",
+        "--jobs",
+        "2",
+        *([] if full else ["--quick"]),
+    ]
     failed = 0
     for name, command in commands.items():
         passed, last, printed = _run(command)
