@@ -117,3 +117,19 @@ def compare_model(session):
         fed = getattr(session._draft, "next", None)
         waiting = cache.lengths[0] - session._unfed[0][1] if session._unfed else 0
         assert fed is None or fed + waiting == n
+
+
+class Waits:
+    """Counts, by name, everything by which Python can wait for the device."""
+
+    def __init__(self, monkeypatch):
+        self.names = []
+        for name in ("eval", "synchronize"):
+            self._count(monkeypatch, mx, name)
+        for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__array__"):
+            if hasattr(mx.array, name):
+                self._count(monkeypatch, mx.array, name)
+
+    def _count(self, monkeypatch, owner, name):
+        wait = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a: (self.names.append(name), wait(*a))[1])

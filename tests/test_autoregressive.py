@@ -18,6 +18,7 @@ from dflash_native.sampling import Sampler, Sampling
 from dflash_native.session import Session
 from dflash_native.targets import Target
 from inputs import same
+from recorder import Waits
 from test_targets import CONFIGS, VOCAB, make_model, random_tokens
 
 PROMPT = random_tokens(1, 9, seed=4)[0].tolist()
@@ -242,17 +243,7 @@ def test_one_synchronisation_a_round(hybrid, monkeypatch):
     session = Session(hybrid, AutoregressiveDrafter(make_model("qwen3_next", seed=5), 4))
     session._draft._drafter.prefill_step_size = 16
     session.prefill(random_tokens(1, 100)[0].tolist())
-    waits = []
-
-    def counted(owner, name):
-        wait = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a: (waits.append(name), wait(*a))[1])
-
-    for name in ("eval", "synchronize"):
-        counted(mx, name)
-    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__array__"):
-        if hasattr(mx.array, name):
-            counted(mx.array, name)
+    waits = Waits(monkeypatch).names
     for _ in range(5):
         session.round()
     assert waits == ["tolist"] * 5

@@ -17,7 +17,7 @@ from dflash_native.policy import Costs
 from dflash_native.session import Session
 from dflash_native.targets import Target, common
 from drafter_oracle import drafter_of, raw_config
-from recorder import Recorder, compare_model
+from recorder import Recorder, Waits, compare_model
 from scripted import ScriptedDrafter
 from test_targets import VOCAB, make_model
 
@@ -285,17 +285,7 @@ def test_one_synchronisation_a_round(kind, monkeypatch):
     session = Session(target, drafter)
     session.prefill(prompt)
     session.round()
-    waits = []
-
-    def counted(owner, name):
-        wait = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *a: (waits.append(name), wait(*a))[1])
-
-    for name in ("eval", "synchronize"):
-        counted(mx, name)
-    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__array__"):
-        if hasattr(mx.array, name):
-            counted(mx.array, name)
+    waits = Waits(monkeypatch).names
     for _ in range(5):
         session.round()
     assert waits == ["tolist"] * 5

@@ -54,6 +54,11 @@ class Costs:
         near = min(self.seconds, key=lambda c: abs(math.log((c + 1) / (context + 1))))
         return self.seconds[near]
 
+    def of(self, context: int, width: int) -> float:
+        """Of the smallest measured width that is enough, else of the largest."""
+        row = self.at(context)
+        return row[min((w for w in row if w >= width), default=max(row))]
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -111,14 +116,13 @@ class WidthPolicy:
     def record(self, context: int, drafted: int, accepted: int) -> None:
         """What a round came to that began at `context`."""
         tokens, width = accepted + 1, drafted + 1
-        costs = self._costs.at(context)
-        plain = costs[1]
+        plain = self._costs.at(context)[1]
         self._plain += tokens * plain
         if drafted == 0:
             self._wait = max(0, self._wait - 1)
             self._undrafted += tokens
             return
-        spent = costs[min((w for w in costs if w >= width), default=max(costs))]
+        spent = self._costs.of(context, width)
         self._excess = max(self._excess + spent - tokens * plain, -CREDIT * plain)
         decay = _DECAY * _FADE**self._undrafted
         for i in range(len(self._trials)):
@@ -154,9 +158,9 @@ def replay(
     """
     policy, at, seconds = WidthPolicy(costs, largest), 0, 0.0
     while at < len(acceptable):
-        left, row = len(acceptable) - at, costs.at(at)
+        left = len(acceptable) - at
         chosen = policy.choose(at, left).width if width is None else min(width, left)
-        seconds += row[min((w for w in row if w >= chosen), default=max(row))]
+        seconds += costs.of(at, chosen)
         accepted = min(acceptable[at], chosen - 1)
         policy.record(at, chosen - 1, accepted)
         at += accepted + 1
