@@ -14,12 +14,19 @@ import secrets
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 """mlx-lm's: `(tokens [n], logits [1, V])` to logits, a function of these two and nothing else."""
+
+Proposes = Literal["argmax", "coupled", "drawn"]
+"""How a draft chooses where the target draws; `DFlashDrafter.proposes` tells them apart."""
+
+NOISE_OF = {"coupled": "token", "drawn": "draft"}
+"""The `use` of the noise by which a draft draws: the target's own, or another."""
 
 _COLUMNS = 64
 """Rows are padded to a multiple of it: MLX's CPU loops end in scalar code, of other bits."""
@@ -179,6 +186,16 @@ class Sampler:
         width = columns + -columns % _COLUMNS
         keys = self._keys(position, rows, use)
         return mx.vmap(lambda key: mx.random.gumbel((width,), key=key))(keys)[:, :columns]
+
+    def draft(
+        self, logits: mx.array, position: int, proposes: Proposes
+    ) -> tuple[mx.array, mx.array]:
+        """Drafts int32 `[R]` for the positions from `position` on, and what they were drawn from,
+        fp32 `[R, V]`. `logits [R, V]` are the draft's, `proposes` "coupled" or "drawn".
+        """
+        scores = self.scores(logits.astype(mx.float32))
+        tokens = self._noisy_argmax(scores, position, NOISE_OF[proposes])
+        return tokens, mx.softmax(scores, axis=-1)
 
     def judge(
         self, logits: mx.array, drafts: mx.array, probabilities: mx.array, position: int

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from ..sampling import Sampler
+from ..sampling import Proposes, Sampler
 from ..targets import FAMILIES, Target
 from .protocol import Proposal, TargetLike
 
@@ -40,7 +40,7 @@ class AutoregressiveDrafter:
     tap_layers: tuple[int, ...] = ()
     context_rows: int | None = 0
 
-    proposes: Literal["argmax", "coupled", "drawn"] = "coupled"
+    proposes: Proposes = "coupled"
     """What is drafted where tokens are drawn (`bench/sampling.py --draft model` measures them).
 
     "argmax": the draft's most probable tokens. "coupled": what the draft draws with the noise that
@@ -205,10 +205,9 @@ class AutoregressiveSession:
             if sampler is None or drafter.proposes == "argmax":
                 tokens.append(mx.argmax(rows[-1], axis=-1).astype(mx.int32))
                 continue
-            scores = sampler.scores(rows[-1].astype(mx.float32))
-            noise = sampler.noise(scores, at, "token" if drafter.proposes == "coupled" else "draft")
-            tokens.append(mx.argmax(scores + noise, axis=-1).astype(mx.int32))
-            chances.append(mx.softmax(scores, axis=-1))
+            token, chance = sampler.draft(rows[-1], at, drafter.proposes)
+            tokens.append(token)
+            chances.append(chance)
         if self.finite is None:
             self.finite = mx.all(mx.isfinite(mx.concatenate(rows)))
         drafts = mx.concatenate(tokens)[None]

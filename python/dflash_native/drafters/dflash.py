@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -17,7 +16,7 @@ from mlx_lm.models.rope_utils import initialize_rope
 
 from .. import ops
 from ..modules import Products, norm, rotate
-from ..sampling import Sampler
+from ..sampling import Proposes, Sampler
 from .config import DFlashConfig
 from .context import ContextCache
 from .dflash2 import CandidateSelector, GroupedDynamicConv
@@ -171,7 +170,7 @@ class DFlashModel(Module):
 class DFlashDrafter:
     """A DFlash or DFlash2 draft: weights shared by any number of sessions."""
 
-    proposes: Literal["argmax", "coupled", "drawn"] = "coupled"
+    proposes: Proposes = "coupled"
     """What is drafted where tokens are drawn (`bench/sampling.py` measures all three).
 
     "argmax": the draft's most probable tokens. "coupled": what the draft draws with the noise that
@@ -326,18 +325,15 @@ class DFlashSession:
         logits = self.logits(hidden)
         if self.finite is None:
             self.finite = mx.all(mx.isfinite(logits))
-        proposes = self._drafter.proposes if sampler is not None else "argmax"
+        proposes: Proposes = self._drafter.proposes if sampler is not None else "argmax"
         if self.config.is_dflash2:
             return self.model.candidate_selector.propose(
                 hidden, logits, pending, proposes, sampler, position + 1
             )
         if sampler is None or proposes == "argmax":
             return mx.argmax(logits, axis=-1).astype(mx.int32)
-        scores = sampler.scores(logits[0].astype(mx.float32))
-        use = "token" if proposes == "coupled" else "draft"
-        tokens = mx.argmax(scores + sampler.noise(scores, position + 1, use), axis=-1)
-        tokens = tokens.astype(mx.int32)[None]
-        return tokens if proposes == "coupled" else Proposal(tokens, mx.softmax(scores, axis=-1))
+        tokens, probabilities = sampler.draft(logits[0], position + 1, proposes)
+        return tokens[None] if proposes == "coupled" else Proposal(tokens[None], probabilities)
 
     def arrays(self) -> list[mx.array]:
         """Every array of this session's state, for `mx.eval`."""

@@ -7,7 +7,7 @@ from mlx.nn.layers.base import Module
 from mlx.nn.layers.linear import Linear
 
 from ..modules import Products
-from ..sampling import Sampler
+from ..sampling import NOISE_OF, Proposes, Sampler
 from .config import DFlashConfig
 from .protocol import Proposal
 
@@ -67,7 +67,7 @@ class CandidateSelector(Module):
         hidden: mx.array,
         logits: mx.array,
         anchor: mx.array,
-        proposes: str = "argmax",
+        proposes: Proposes = "argmax",
         sampler: Sampler | None = None,
         position: int = 0,
     ) -> mx.array | Proposal:
@@ -92,8 +92,7 @@ class CandidateSelector(Module):
         scores = unary[:, None] + predecessors @ successors.swapaxes(1, 2)
         noisy = scores
         if sampler is not None and proposes != "argmax":
-            use = "token" if proposes == "coupled" else "draft"
-            noise = sampler.noise(logits, position, use)
+            noise = sampler.noise(logits, position, NOISE_OF[proposes])
             scores = scores / sampler.sampling.temperature
             noisy = scores + mx.take_along_axis(noise, candidates, axis=-1)[:, None]
         best = mx.argmax(noisy, axis=-1)
