@@ -19,6 +19,9 @@ mx::array write_slices(
   const auto in_range = mx::reshape(mx::equal(starts, lengths, stream), {-1, 1, 1, 1}, stream);
   const auto nan = mx::array(std::numeric_limits<float>::quiet_NaN(), rows.dtype());
   const auto values = mx::where(in_range, rows, nan, stream);
+  if (cache.shape(0) == 1) {
+    return mx::slice_update(cache, values, starts, {2}, stream);
+  }
   for (int b = 0; b < cache.shape(0); ++b) {
     const auto start =
         mx::concatenate({mx::array({b}), mx::slice(starts, {b}, {b + 1}, stream)}, 0, stream);

@@ -3,18 +3,14 @@
 #include <cmath>
 
 #include "mlx/backend/cpu/simd/simd.h"
+#include "mlx/compile.h"
+#include "mlx/fast.h"
+#include "mlx/utils.h"
 
 #include "cpu/launch.h"
 
 namespace dflash {
 namespace {
-
-/// GPUs run MLX's own kernels, which the Python functions choose.
-void expect_cpu(const char* op, mx::Stream stream) {
-  if (stream.device != mx::Device::cpu) {
-    refuse(op, "expected a stream of the CPU but got one of a GPU");
-  }
-}
 
 void expect_rows(const char* op, const char* name, const mx::array& x) {
   expect_not_empty(op, name, x);
@@ -31,6 +27,54 @@ void expect_rows(const char* op, const char* name, const mx::array& x) {
   }
 }
 
+mx::array as_float(const mx::array& x) {
+  return mx::astype(x, mx::float32);
+}
+
+/// [gate, up] to silu(gate) up, and [x, gate] to x sigmoid(gate): fp32 inside, rounded once.
+std::vector<mx::array> swiglu_of(const std::vector<mx::array>& inputs) {
+  const auto gate = as_float(inputs[0]);
+  return {mx::astype(gate * mx::sigmoid(gate) * as_float(inputs[1]), inputs[1].dtype())};
+}
+
+std::vector<mx::array> sigmoid_gate_of(const std::vector<mx::array>& inputs) {
+  return {mx::astype(as_float(inputs[0]) * mx::sigmoid(as_float(inputs[1])), inputs[0].dtype())};
+}
+
+/// MLX's own kernels, whose rows are independent on a GPU. The operands have one dtype.
+std::vector<mx::array> run_mlx(
+    cpu::RowwiseKind kind,
+    std::vector<mx::array> operands,
+    bool has_weight,
+    float eps,
+    mx::Stream stream) {
+  using Fused = std::function<std::vector<mx::array>(const std::vector<mx::array>&)>;
+  // Not destroyed: MLX may be gone by then.
+  static const auto& swiglu = *new Fused(mx::compile(swiglu_of, true));
+  static const auto& sigmoid_gate = *new Fused(mx::compile(sigmoid_gate_of, true));
+  auto fused = [&](const Fused& function, const std::vector<mx::array>& arguments) {
+    const mx::StreamContext context(stream);
+    return function(arguments);
+  };
+  std::optional<mx::array> weight;
+  if (has_weight) weight = operands.back();
+  switch (kind) {
+    case cpu::RowwiseKind::rms_norm:
+      return {mx::fast::rms_norm(operands[0], weight, eps, stream)};
+    case cpu::RowwiseKind::rms_norm_gated:
+      return fused(swiglu, {operands[1], mx::fast::rms_norm(operands[0], weight, eps, stream)});
+    case cpu::RowwiseKind::add_rms_norm: {
+      const auto total = mx::add(operands[0], operands[1], stream);
+      return {total, mx::fast::rms_norm(total, weight, eps, stream)};
+    }
+    case cpu::RowwiseKind::swiglu:
+      return fused(swiglu, {operands[1], operands[0]});
+    case cpu::RowwiseKind::sigmoid_gate:
+      return fused(sigmoid_gate, operands);
+  }
+  throw std::logic_error("no such operation");
+}
+
 /// One operation on x, a second operand of its shape and a weight, all in their promoted dtype.
 std::vector<mx::array> run(
     const char* op,
@@ -43,7 +87,6 @@ std::vector<mx::array> run(
     float eps,
     mx::StreamOrDevice where) {
   const auto stream = mx::to_stream(where);
-  expect_cpu(op, stream);
   expect_rows(op, x_name, x);
   auto dtype = x.dtype();
   if (other) {
@@ -62,6 +105,9 @@ std::vector<mx::array> run(
   }
   if (weight) {
     operands.push_back(row_contiguous(mx::astype(*weight, dtype, stream), stream));
+  }
+  if (stream.device == mx::Device::gpu) {
+    return run_mlx(kind, std::move(operands), weight.has_value(), eps, stream);
   }
   const size_t outputs = kind == cpu::RowwiseKind::add_rms_norm ? 2 : 1;
   return mx::array::make_arrays(
@@ -136,7 +182,6 @@ mx::array rope(
     mx::StreamOrDevice where) {
   const char* op = "rope";
   const auto stream = mx::to_stream(where);
-  expect_cpu(op, stream);
   expect_shape(op, "x", x, {-1, -1, -1, -1});
   expect_rows(op, "x", x);
   if (x.shape(3) > cpu::kMaxRopeDim) {
@@ -153,6 +198,9 @@ mx::array rope(
     expect_shape(op, "freqs", *freqs, {dims / 2});
     expect_floating(op, "freqs", *freqs);
     operands.push_back(row_contiguous(mx::astype(*freqs, mx::float32, stream), stream));
+  }
+  if (stream.device == mx::Device::gpu) {
+    return mx::fast::rope(x, dims, traditional, base, scale, operands[1], freqs, stream);
   }
   return mx::array(
       x.shape(),

@@ -52,6 +52,20 @@ def layers(dtype):
     ops.gated_delta_gates(a, a, zeros(4), zeros(4, dtype=dtype), stream=mx.gpu)
     ops.causal_conv1d_verify(x, zeros(64, 4, dtype=dtype), x[:, :3], stream=mx.gpu)
     ops.conv_window(x[:, :3], x, mx.array([2]), stream=mx.gpu)
+
+def rows(dtype):
+    x, weight = zeros(2, 3, 40, dtype=dtype), zeros(40)
+    for out in (
+        ops.rms_norm(x, weight.astype(dtype), 1e-6, stream=mx.gpu),
+        *ops.add_rms_norm(x, x, None, 1e-6, stream=mx.gpu),
+        ops.rope(zeros(2, 3, 5, 8, dtype=dtype), [3, 9], 4, base=1e4, stream=mx.gpu),
+    ):
+        assert out.dtype == dtype
+        print(*out.shape)
+    try:
+        ops.swiglu(x, x[:1], stream=mx.gpu)
+    except ValueError as error:
+        print(error)
 """
 
 # Name, form of the code, inputs, outputs, the sizes that are passed, threads.
@@ -77,6 +91,13 @@ causal_conv1d ELF 3 1 1 5 64 grid 5 128 1 group 1 128 1
 conv_window ELF 3 1 1 5 64 grid 3 128 1 group 1 128 1
 """,
 }
+LAUNCHED["rows"] = """
+2 3 40
+2 3 40
+2 3 40
+2 3 5 8
+[swiglu] expected gate of shape (1, 3, 40) but got (2, 3, 40).
+"""  # MLX's own kernels
 STAGED = {False: "grid 256 3 8 group 32 1 1", True: "grid 32 12 8 group 32 4 1"}
 
 

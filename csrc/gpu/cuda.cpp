@@ -144,7 +144,7 @@ std::vector<mx::array> launch(
       {group[0], group[1], group[2]},
       0,
       std::nullopt,
-      false,
+      true,  // strided inputs are copied first
       stream);
 }
 

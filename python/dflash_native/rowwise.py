@@ -8,12 +8,10 @@ independent.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
 import mlx.core as mx
 
-from . import reference
 from ._arguments import Rows, check_arrays, per_row, size
 from ._native import extension
 
@@ -23,16 +21,6 @@ else:
     _ext = extension
 
 Stream = mx.Stream | mx.Device | None
-
-# One fused kernel each, compiled by MLX on first use.
-_swiglu = partial(mx.compile, shapeless=True)(reference.swiglu)
-_sigmoid_gate = partial(mx.compile, shapeless=True)(reference.sigmoid_gate)
-
-
-def _on_gpu(stream: Stream) -> bool:
-    if isinstance(stream, mx.Stream):
-        return stream.device != mx.cpu
-    return (mx.default_device() if stream is None else stream) != mx.cpu
 
 
 def _check(operation: str, weight: mx.array | None, **arrays: mx.array) -> None:
@@ -51,8 +39,6 @@ def rms_norm(
         weight: [D], or None for ones.
     """
     _check("rms_norm", weight, x=x)
-    if _on_gpu(stream):
-        return mx.fast.rms_norm(x, weight, eps, stream=stream)
     return _ext.rms_norm(x, weight, eps, stream)
 
 
@@ -66,9 +52,6 @@ def rms_norm_gated(
         weight: [D], or None for ones.
     """
     _check("rms_norm_gated", weight, x=x, gate=gate)
-    if _on_gpu(stream):
-        with mx.stream(stream or mx.default_device()):
-            return _swiglu(gate, mx.fast.rms_norm(x, weight, eps)).astype(x.dtype)
     return _ext.rms_norm_gated(x, gate, weight, eps, stream)
 
 
@@ -82,27 +65,18 @@ def add_rms_norm(
         weight: [D], or None for ones.
     """
     _check("add_rms_norm", weight, x=x, residual=residual)
-    if _on_gpu(stream):
-        total = mx.add(x, residual, stream=stream)
-        return total, mx.fast.rms_norm(total, weight, eps, stream=stream)
     return _ext.add_rms_norm(x, residual, weight, eps, stream)
 
 
 def swiglu(gate: mx.array, up: mx.array, *, stream: Stream = None) -> mx.array:
     """`silu(gate) * up`, of one shape."""
     check_arrays("swiglu", gate=gate, up=up)
-    if _on_gpu(stream):
-        with mx.stream(stream or mx.default_device()):
-            return _swiglu(gate, up)
     return _ext.swiglu(gate, up, stream)
 
 
 def sigmoid_gate(x: mx.array, gate: mx.array, *, stream: Stream = None) -> mx.array:
     """`x * sigmoid(gate)`, of one shape."""
     check_arrays("sigmoid_gate", x=x, gate=gate)
-    if _on_gpu(stream):
-        with mx.stream(stream or mx.default_device()):
-            return _sigmoid_gate(x, gate)
     return _ext.sigmoid_gate(x, gate, stream)
 
 
@@ -131,15 +105,4 @@ def rope(
     if freqs is not None:
         check_arrays("rope", freqs=freqs)
     at = per_row("rope", "lengths", lengths, size(x, 0) or 0, None)
-    if _on_gpu(stream):
-        return mx.fast.rope(
-            x,
-            dims,
-            traditional=traditional,
-            base=base,
-            scale=scale,
-            offset=at,
-            freqs=freqs,
-            stream=stream,
-        )
     return _ext.rope(x, at, dims, base, freqs, scale, traditional, stream)

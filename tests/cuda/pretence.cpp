@@ -2,6 +2,7 @@
 // real one, and what would be launched is printed instead.
 #include <cstdio>
 #include <cstdlib>
+#include <stdexcept>
 #include <string>
 #include <unordered_map>
 #include <variant>
@@ -54,8 +55,9 @@ std::vector<array> precompiled_cuda_kernel(
     std::tuple<int, int, int> group,
     int,
     std::optional<float>,
-    bool,
+    bool contiguous,
     StreamOrDevice) {
+  if (!contiguous) throw std::logic_error("strided inputs would be read as if they were not");
   std::printf(
       "%s %s %zu %zu", name.c_str(), code.substr(1, 3).c_str(), inputs.size(), shapes.size());
   for (const auto& scalar : scalars) std::printf(" %d", std::get<int>(scalar));
