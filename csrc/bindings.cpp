@@ -4,6 +4,7 @@
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 #include <nanobind/stl/variant.h>
 
 #include "causal_conv1d.h"
@@ -151,7 +152,15 @@ NB_MODULE(_ext, m) {
       "mask"_a = nb::none(),
       "sinks"_a = nb::none(),
       "stream"_a = nb::none());
-  m.def("kv_write", &dflash::kv_write, "cache"_a, "new"_a, "lengths"_a, "stream"_a = nb::none());
+  m.def(
+      "kv_write",
+      &dflash::kv_write,
+      "cache"_a,
+      "new"_a,
+      "lengths"_a,
+      "starts"_a,
+      "after"_a,
+      "stream"_a = nb::none());
   m.def(
       "pack_matmul",
       [](const Array& weight,
@@ -190,6 +199,28 @@ NB_MODULE(_ext, m) {
       "group_size"_a,
       "bits"_a,
       "packed"_a,
+      "stream"_a = nb::none());
+  using Weight = std::tuple<
+      Array,
+      std::optional<Array>,
+      std::optional<Array>,
+      std::optional<Array>,
+      int,
+      int,
+      std::optional<std::pair<int, int>>>;
+  m.def(
+      "verify_matmuls",
+      [](const Array& x, const std::vector<Weight>& given, Stream stream) {
+        std::vector<dflash::MatmulWeight> weights;
+        std::vector<std::optional<Array>> added;
+        for (const auto& [weight, scales, biases, bias, group_size, bits, packed] : given) {
+          weights.push_back({weight, scales, biases, group_size, bits, packed});
+          added.push_back(bias);
+        }
+        return dflash::verify_matmuls(x, weights, added, stream);
+      },
+      "x"_a,
+      "weights"_a,
       "stream"_a = nb::none());
   m.def(
       "verify_gather_matmul",

@@ -39,21 +39,26 @@ mx::array causal_conv1d_verify(
     operands.push_back(row_contiguous(each, stream));
   }
   if (cuda::runs_on(stream)) {
-    return cuda::launch(
+    const cuda::Text text{
         "causal_conv1d",
         {"causal_conv1d.h"},
         {"x", "weight", "window"},
         {"out"},
-        "const int channel = blockIdx.y * blockDim.y + threadIdx.y;\n"
-        "const int t = blockIdx.x % x_shape[1], b = blockIdx.x / x_shape[1];\n"
-        "if (channel < C)"
-        " causal_conv1d<T>(x, weight, window, out, x_shape[1], C, K, channel, t, b);\n",
+        {{"T", x.dtype()}, {"C", channels}, {"K", taps}},
+        [] {
+          return "const int channel = blockIdx.y * blockDim.y + threadIdx.y;\n"
+                 "const int t = blockIdx.x % inputs, b = blockIdx.x / inputs;\n"
+                 "if (channel < C)"
+                 " causal_conv1d<T>(x, weight, window, out, inputs, C, K, channel, t, b);\n";
+        }};
+    return cuda::launch(
+        text,
         operands,
+        {{"inputs", x.shape(1)}},
         {x.shape()},
         {x.dtype()},
         {x.shape(0) * x.shape(1), channels, 1},  // y and z end at 65,535
         {1, 128, 1},
-        {{"T", x.dtype()}, {"C", channels}, {"K", taps}},
         stream)[0];
   }
   return mx::array(
@@ -72,21 +77,26 @@ mx::array conv_window(
   std::vector<mx::array> operands = {
       row_contiguous(window, stream), row_contiguous(x, stream), kept};
   if (cuda::runs_on(stream)) {
-    return cuda::launch(
+    const cuda::Text text{
         "conv_window",
         {"causal_conv1d.h"},
         {"window", "x", "keep"},
         {"out"},
-        "const int channel = blockIdx.y * blockDim.y + threadIdx.y;\n"
-        "const int row = blockIdx.x % (K - 1), b = blockIdx.x / (K - 1);\n"
-        "if (channel < C)"
-        " conv_window<T>(window, x, keep, out, x_shape[1], C, K, channel, row, b);\n",
+        {{"T", x.dtype()}, {"C", x.shape(2)}, {"K", window.shape(1) + 1}},
+        [] {
+          return "const int channel = blockIdx.y * blockDim.y + threadIdx.y;\n"
+                 "const int row = blockIdx.x % (K - 1), b = blockIdx.x / (K - 1);\n"
+                 "if (channel < C)"
+                 " conv_window<T>(window, x, keep, out, inputs, C, K, channel, row, b);\n";
+        }};
+    return cuda::launch(
+        text,
         operands,
+        {{"inputs", x.shape(1)}},
         {window.shape()},
         {window.dtype()},
         {x.shape(0) * window.shape(1), x.shape(2), 1},
         {1, 128, 1},
-        {{"T", x.dtype()}, {"C", x.shape(2)}, {"K", window.shape(1) + 1}},
         stream)[0];
   }
   return mx::array(

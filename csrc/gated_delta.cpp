@@ -173,34 +173,11 @@ std::vector<mx::array> run_cuda(
   auto pointer = [&](bool present, const char* type, const char* name) {
     return present ? std::string(name) : std::string("static_cast<") + type + "*>(nullptr)";
   };
-  const bool in = parts.has_inputs, tape = parts.has_tape;
-  std::string source =
-      "gated_delta<T, Dk, vector_decay>(" + pointer(in, "const T", "q") + ", " +
-      pointer(in, "const T", "k") + ", " + pointer(in, "const T", "v") + ", " +
-      pointer(in, "const float", "g") + ", " + pointer(in, "const float", "beta") + ", state, " +
-      pointer(parts.has_mask, "const bool", "mask") + ", " +
-      pointer(tape, "const float", "tape_g") + ", " + pointer(tape, "const T", "tape_k") + ", " +
-      pointer(tape, "const float", "tape_delta") + ", " +
-      pointer(parts.has_valid, "const bool", "tape_valid") + ", " +
-      pointer(tape, "const int", "keep") + ", " + pointer(in, "T", "y") + ", " +
-      pointer(parts.writes_delta, "float", "delta") + ", " +
-      pointer(parts.commits || tape, "float", "state_out") + ", " + (in ? "k_shape[1]" : "0") +
-      ", " + (tape ? "tape_k_shape[1]" : "0") +
-      ", Hk, Hv, Dv, has_mask, has_tape, has_valid, writes_delta, commits, int(blockIdx.x),"
-      " int(blockIdx.y * blockDim.y + threadIdx.y), int(threadIdx.x));\n";
-  const int groups =
-      (d.value_dim + kRowsPerSimdgroup * kSimdgroups - 1) / (kRowsPerSimdgroup * kSimdgroups);
-  return cuda::launch(
+  const cuda::Text text{
       "gated_delta",
       {"gated_delta.h"},
       names,
       outputs,
-      source,
-      operands,
-      std::move(shapes),
-      std::move(dtypes),
-      {32 * d.batch * d.value_heads, groups * kSimdgroups, 1},  // y and z end at 65,535
-      {32, kSimdgroups, 1},
       {{"T", o.dtype()},
        {"Dk", d.key_dim},
        {"vector_decay", parts.vector_decay},
@@ -212,6 +189,32 @@ std::vector<mx::array> run_cuda(
        {"has_valid", parts.has_valid},
        {"writes_delta", parts.writes_delta},
        {"commits", parts.commits}},
+      [&] {
+        const bool in = parts.has_inputs, tape = parts.has_tape;
+        return "gated_delta<T, Dk, vector_decay>(" + pointer(in, "const T", "q") + ", " +
+               pointer(in, "const T", "k") + ", " + pointer(in, "const T", "v") + ", " +
+               pointer(in, "const float", "g") + ", " + pointer(in, "const float", "beta") +
+               ", state, " + pointer(parts.has_mask, "const bool", "mask") + ", " +
+               pointer(tape, "const float", "tape_g") + ", " + pointer(tape, "const T", "tape_k") +
+               ", " + pointer(tape, "const float", "tape_delta") + ", " +
+               pointer(parts.has_valid, "const bool", "tape_valid") + ", " +
+               pointer(tape, "const int", "keep") + ", " + pointer(in, "T", "y") + ", " +
+               pointer(parts.writes_delta, "float", "delta") + ", " +
+               pointer(parts.commits || tape, "float", "state_out") +
+               ", inputs, replayed, Hk, Hv, Dv, has_mask, has_tape, has_valid, writes_delta,"
+               " commits, int(blockIdx.x), int(blockIdx.y * blockDim.y + threadIdx.y),"
+               " int(threadIdx.x));\n";
+      }};
+  const int groups =
+      (d.value_dim + kRowsPerSimdgroup * kSimdgroups - 1) / (kRowsPerSimdgroup * kSimdgroups);
+  return cuda::launch(
+      text,
+      operands,
+      {{"inputs", d.inputs}, {"replayed", d.tape_inputs}},
+      shapes,
+      dtypes,
+      {32 * d.batch * d.value_heads, groups * kSimdgroups, 1},  // y and z end at 65,535
+      {32, kSimdgroups, 1},
       stream);
 }
 

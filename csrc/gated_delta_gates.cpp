@@ -34,20 +34,24 @@ std::pair<mx::array, mx::array> gated_delta_gates(
   std::vector<mx::Shape> shapes = {a.shape(), a.shape()};
   std::vector<mx::Dtype> dtypes = {mx::float32, mx::float32};
   if (cuda::runs_on(stream)) {
-    auto out = cuda::launch(
+    const cuda::Text text{
         "gated_delta_gates",
         {"gated_delta_gates.h"},
         {"a", "b", "A_log", "dt_bias"},
         {"g", "beta"},
-        "const int at = blockIdx.x * blockDim.x + threadIdx.x;\n"
-        "const int size = a_shape[0] * a_shape[1] * a_shape[2];\n"
-        "if (at < size) gated_delta_gates<T>(a, b, A_log, dt_bias, g, beta, a_shape[2], at);\n",
+        {{"T", a.dtype()}},
+        [] {
+          return "const int at = blockIdx.x * blockDim.x + threadIdx.x;\n"
+                 "if (at < size) gated_delta_gates<T>(a, b, A_log, dt_bias, g, beta, heads, at);\n";
+        }};
+    auto out = cuda::launch(
+        text,
         operands,
-        std::move(shapes),
-        std::move(dtypes),
+        {{"size", int(a.size())}, {"heads", heads}},
+        shapes,
+        dtypes,
         {int(a.size()), 1, 1},
         {128, 1, 1},
-        {{"T", a.dtype()}},
         stream);
     return {out[0], out[1]};
   }

@@ -12,6 +12,20 @@ namespace {
 
 /// MLX's CUDA kernels cannot write into an input, so here MLX's own slice update does, row by row.
 mx::array write_slices(
+    mx::array cache, const mx::array& rows, const std::vector<int>& starts, mx::Stream stream) {
+  auto from = mx::Shape(4, 0), to = rows.shape();
+  for (int b = 0; b < cache.shape(0); ++b) {
+    const auto row =
+        mx::slice(rows, {b, 0, 0, 0}, {b + 1, rows.shape(1), rows.shape(2), rows.shape(3)}, stream);
+    from[0] = b, to[0] = b + 1;
+    from[2] = starts[b], to[2] = starts[b] + rows.shape(2);
+    cache = mx::slice_update(cache, row, from, to, stream);
+  }
+  return cache;
+}
+
+/// The same at starts that only the device knows.
+mx::array write_slices(
     mx::array cache, const mx::array& rows, const mx::array& lengths, mx::Stream stream) {
   const int last = cache.shape(2) - rows.shape(2);
   const auto zero = mx::array(0), limit = mx::array(last);
@@ -19,9 +33,6 @@ mx::array write_slices(
   const auto in_range = mx::reshape(mx::equal(starts, lengths, stream), {-1, 1, 1, 1}, stream);
   const auto nan = mx::array(std::numeric_limits<float>::quiet_NaN(), rows.dtype());
   const auto values = mx::where(in_range, rows, nan, stream);
-  if (cache.shape(0) == 1) {
-    return mx::slice_update(cache, values, starts, {2}, stream);
-  }
   for (int b = 0; b < cache.shape(0); ++b) {
     const auto start =
         mx::concatenate({mx::array({b}), mx::slice(starts, {b}, {b + 1}, stream)}, 0, stream);
@@ -38,6 +49,8 @@ mx::array kv_write(
     const mx::array& cache,
     const mx::array& rows,
     const mx::array& lengths,
+    const std::optional<std::vector<int>>& starts,
+    const std::optional<mx::array>& after,
     mx::StreamOrDevice where) {
   const char* op = "kv_write";
   const auto stream = mx::to_stream(where);
@@ -57,10 +70,12 @@ mx::array kv_write(
   }
   const auto at = per_row(op, "lengths", lengths, cache.shape(0), stream);
   if (cuda::runs_on(stream)) {
-    return write_slices(cache, rows, at, stream);
+    return starts ? write_slices(cache, rows, *starts, stream)
+                  : write_slices(cache, rows, at, stream);
   }
   std::vector<mx::array> operands = {
       row_contiguous(cache, stream), row_contiguous(rows, stream), at};
+  if (after) operands.push_back(*after);
   return mx::array(
       cache.shape(), cache.dtype(), std::make_shared<KvWrite>(stream), std::move(operands));
 }
@@ -69,7 +84,7 @@ void KvWrite::run_cpu(const std::vector<mx::array>& inputs, std::vector<mx::arra
   const auto &cache = inputs[0], &rows = inputs[1];
   auto& out = outputs[0];
   const char* copied = nullptr;
-  if (cache.is_donatable()) {
+  if (inputs.size() == 4 || cache.is_donatable()) {
     out.copy_shared_buffer(cache);
   } else {
     out.set_data(mx::allocator::malloc(out.nbytes()));
@@ -104,7 +119,7 @@ void KvWrite::run_metal(const std::vector<mx::array>& inputs, std::vector<mx::ar
   const auto &cache = inputs[0], &rows = inputs[1];
   auto& out = outputs[0];
   const std::string type = shader_type(cache.dtype());
-  if (cache.is_donatable()) {
+  if (inputs.size() == 4 || cache.is_donatable()) {
     out.copy_shared_buffer(cache);
   } else {
     out.set_data(mx::allocator::malloc(out.nbytes()));

@@ -113,45 +113,65 @@ bool has_shaders(mx::Stream stream) {
 #endif
 }
 
-mx::array product(
-    const char* op,
-    const mx::array& x,
-    const MatmulWeight& w,
-    const std::optional<mx::array>& bias,
-    const std::optional<mx::array>& indices,
-    MatmulFormat format,
-    mx::Shape shape,
-    mx::Stream stream) {
-  format.biased = bias.has_value();
-  if (bias) {
-    expect_floating(op, "bias", *bias);
-    expect_shape(op, "bias", *bias, with_experts(format.gathers, w.weight, {format.outputs}));
+/// What a product is made of, checked: x, weight, then those that are there of scales and biases
+/// and bias. On GPUs x and bias are in the result's dtype.
+struct Product {
+  MatmulFormat format;
+  mx::Dtype dtype;
+  mx::array x;
+  std::vector<mx::array> weight;
+
+  Product(
+      const char* op,
+      const mx::array& given,
+      const MatmulWeight& w,
+      const std::optional<mx::array>& bias,
+      MatmulFormat of,
+      mx::Stream stream)
+      : format(of),
+        dtype(mx::promote_types(given.dtype(), (w.scales ? *w.scales : w.weight).dtype())),
+        x(given) {
+    format.biased = bias.has_value();
+    if (bias) {
+      expect_floating(op, "bias", *bias);
+      expect_shape(op, "bias", *bias, with_experts(format.gathers, w.weight, {format.outputs}));
+    }
+    if (format.packed && has_shaders(stream)) {
+      refuse(op, "expected a plain weight on a GPU but got one that pack_matmul made");
+    }
+    auto in_dtype = [&](const mx::array& each) {
+      return has_shaders(stream) ? mx::astype(each, dtype, stream) : each;
+    };
+    x = row_contiguous(in_dtype(given), stream);
+    for (const auto& each : {std::optional(w.weight), w.scales, w.biases}) {
+      if (each) weight.push_back(row_contiguous(*each, stream));
+    }
+    if (bias) weight.push_back(row_contiguous(in_dtype(*bias), stream));
   }
-  const auto& values = w.scales ? *w.scales : w.weight;
-  const auto dtype = mx::promote_types(x.dtype(), values.dtype());
-  if (format.packed && has_shaders(stream)) {
-    refuse(op, "expected a plain weight on a GPU but got one that pack_matmul made");
+
+  mx::array run(mx::Shape shape, const std::optional<mx::array>& indices, mx::Stream stream) const {
+    shape.push_back(format.outputs);
+    if (cuda::runs_on(stream)) {
+      return cuda::verify_matmuls(format, x, {weight}, indices, {shape}, stream)[0];
+    }
+    std::vector<mx::array> operands = {x};
+    operands.insert(operands.end(), weight.begin(), weight.end());
+    if (indices) operands.push_back(*indices);
+    return mx::array(
+        shape, dtype, std::make_shared<VerifyMatmul>(stream, format), std::move(operands));
   }
-  auto in_dtype = [&](const mx::array& each) {
-    return has_shaders(stream) ? mx::astype(each, dtype, stream) : each;
-  };
-  std::vector<mx::array> operands = {row_contiguous(in_dtype(x), stream)};
-  for (const auto& each : {std::optional(w.weight), w.scales, w.biases}) {
-    if (each) operands.push_back(row_contiguous(*each, stream));
+
+  /// Whether both can be one launch.
+  bool like(const Product& other) const {
+    auto same = format;
+    same.outputs = other.format.outputs;
+    bool alike = same == other.format && dtype == other.dtype;
+    for (size_t i = 0; alike && i < weight.size(); ++i) {
+      alike = weight[i].dtype() == other.weight[i].dtype();
+    }
+    return alike;
   }
-  if (bias) {
-    operands.push_back(row_contiguous(in_dtype(*bias), stream));
-  }
-  if (indices) {
-    operands.push_back(as_int32(op, "indices", *indices, stream));
-  }
-  shape.push_back(format.outputs);
-  if (cuda::runs_on(stream)) {
-    return cuda::verify_matmul(format, operands, shape, stream);
-  }
-  return mx::array(
-      shape, dtype, std::make_shared<VerifyMatmul>(stream, format), std::move(operands));
-}
+};
 
 /// The order of a VerifyMatmul's inputs.
 struct Operands {
@@ -248,21 +268,47 @@ void run_plan(cpu::Matmul args, const Plan& plan) {
 
 }  // namespace
 
+std::vector<mx::array> verify_matmuls(
+    const mx::array& x,
+    const std::vector<MatmulWeight>& weights,
+    const std::vector<std::optional<mx::array>>& biases,
+    mx::StreamOrDevice where) {
+  const char* op = "verify_matmul";
+  const auto stream = mx::to_stream(where);
+  std::vector<Product> products;
+  for (size_t i = 0; i < weights.size(); ++i) {
+    const auto format = format_of(op, weights[i], false);
+    mx::Shape shape(std::max<size_t>(x.ndim(), 1), -1);
+    shape.back() = format.inputs;
+    expect_shape(op, "x", x, shape);
+    expect_not_empty(op, "x", x);
+    expect_floating(op, "x", x);
+    products.emplace_back(op, x, weights[i], biases[i], format, stream);
+  }
+  const mx::Shape leading(x.shape().begin(), x.shape().end() - 1);
+  auto alike = [&](const Product& each) { return each.like(products[0]); };
+  if (cuda::runs_on(stream) && std::all_of(products.begin(), products.end(), alike)) {
+    std::vector<std::vector<mx::array>> given;
+    std::vector<mx::Shape> shapes;
+    for (const auto& each : products) {
+      given.push_back(each.weight);
+      shapes.push_back(leading);
+      shapes.back().push_back(each.format.outputs);
+    }
+    const auto& first = products[0];
+    return cuda::verify_matmuls(first.format, first.x, given, std::nullopt, shapes, stream);
+  }
+  std::vector<mx::array> results;
+  for (const auto& each : products) results.push_back(each.run(leading, std::nullopt, stream));
+  return results;
+}
+
 mx::array verify_matmul(
     const mx::array& x,
     const MatmulWeight& weight,
     const std::optional<mx::array>& bias,
-    mx::StreamOrDevice where) {
-  const char* op = "verify_matmul";
-  const auto stream = mx::to_stream(where);
-  const auto format = format_of(op, weight, false);
-  mx::Shape shape(std::max<size_t>(x.ndim(), 1), -1);
-  shape.back() = format.inputs;
-  expect_shape(op, "x", x, shape);
-  expect_not_empty(op, "x", x);
-  expect_floating(op, "x", x);
-  shape = mx::Shape(x.shape().begin(), x.shape().end() - 1);
-  return product(op, x, weight, bias, std::nullopt, format, shape, stream);
+    mx::StreamOrDevice stream) {
+  return verify_matmuls(x, {weight}, {bias}, stream)[0];
 }
 
 mx::array verify_gather_matmul(
@@ -285,7 +331,8 @@ mx::array verify_gather_matmul(
   shape.push_back(format.inputs);
   expect_shape(op, "x", x, shape);
   expect_floating(op, "x", x);
-  return product(op, x, weight, bias, indices, format, indices.shape(), stream);
+  return Product(op, x, weight, bias, format, stream)
+      .run(indices.shape(), as_int32(op, "indices", indices, stream), stream);
 }
 
 std::tuple<mx::array, std::optional<mx::array>, std::optional<mx::array>> pack_matmul(

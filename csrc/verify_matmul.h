@@ -4,6 +4,7 @@
 #include <optional>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "common.h"
 
@@ -24,6 +25,14 @@ mx::array verify_matmul(
     const mx::array& x,
     const MatmulWeight& weight,
     const std::optional<mx::array>& bias,
+    mx::StreamOrDevice stream = {});
+
+/// verify_matmul for each weight: the same bits, on CUDA in one launch where they are of one
+/// format.
+std::vector<mx::array> verify_matmuls(
+    const mx::array& x,
+    const std::vector<MatmulWeight>& weights,
+    const std::vector<std::optional<mx::array>>& biases,
     mx::StreamOrDevice stream = {});
 
 /// x [R..., 1, K] or [R..., k, K] with the experts indices [R..., k]: [R..., k, N].

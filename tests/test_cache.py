@@ -34,7 +34,7 @@ def test_rows_of_different_lengths_are_written_where_they_belong() -> None:
         count = source.choice([1, 1, 3, 40])
         keys, values = normal(BATCH, HEADS, count, DIM), normal(BATCH, HEADS, count, 2 * DIM)
         lengths = [len(rows) for rows in expected]
-        cache.write(keys, values, mx.array(lengths, dtype=mx.int32), max(lengths) + count)
+        cache.write(keys, values, lengths)
         capacities.add(cache.capacity)
         for row, rows in enumerate(expected):
             kept = source.randint(0, count)
@@ -53,12 +53,12 @@ def test_a_step_writes_in_place() -> None:
     cache.reserve(4000)
     assert cache.capacity == 4096
     row = normal(1, HEADS, 1, 128)
-    cache.write(row, row, mx.array([0], dtype=mx.int32), 1)
+    cache.write(row, row, [0])
     mx.eval(cache.arrays())
     mx.reset_peak_memory()
     active = mx.get_active_memory()
     for position in range(1, 6):
-        cache.write(row, row, mx.array([position], dtype=mx.int32), position + 1)
+        cache.write(row, row, [position])
         mx.eval(cache.arrays())
     assert mx.get_peak_memory() - active < cache.keys.nbytes / 4
     # Control: a step by concatenation needs a second buffer.
@@ -70,7 +70,7 @@ def test_a_step_writes_in_place() -> None:
 def test_a_first_call_in_another_dtype_sets_the_dtype() -> None:
     cache = AttentionCache(1, HEADS, DIM, DIM, mx.bfloat16)
     rows = normal(1, HEADS, 2, DIM)
-    cache.write(rows, rows, mx.array([0], dtype=mx.int32), 2)
+    cache.write(rows, rows, [0])
     assert cache.keys.dtype == cache.values.dtype == mx.float32
     assert mx.array_equal(cache.keys[:, :, :2], rows)
 

@@ -35,6 +35,10 @@ def products(dtype):
         four = mx.zeros((256, 64), mx.uint32)
         parts = dict(scales=scales, biases=scales, group_size=64, bits=4)
         ops.verify_matmul(x, four, **parts, stream=mx.gpu)
+    three = [{"weight": zeros(n, 512, dtype=dtype), "bias": zeros(n)} for n in (96, 8, 40)]
+    assert [y.shape[-1] for y in ops.verify_matmuls(x, three, stream=mx.gpu)] == [96, 8, 40]
+    unlike = [dict(weight=four, **parts), *three[:1]]
+    assert len(ops.verify_matmuls(x, unlike, stream=mx.gpu)) == 2
     experts, which = zeros(3, 256, 512, dtype=dtype), mx.array([2, 0, 1, 1, 0])
     ops.verify_gather_matmul(zeros(5, 512, dtype=dtype), experts, which, stream=mx.gpu)
 
@@ -71,33 +75,36 @@ def rows(dtype):
 # Name, form of the code, inputs, outputs, the sizes that are passed, threads.
 LAUNCHED = {
     "products": """
-verify_matmul ELF 2 1 1 512 256 512 grid 512 8 1 group 32 8 1
-verify_matmul ELF 4 1 1 512 256 64 grid 512 8 1 group 32 8 1
-verify_matmul ELF 2 1 32 512 256 512 grid 512 8 1 group 32 8 1
-verify_matmul ELF 4 1 32 512 256 64 grid 512 8 1 group 32 8 1
-verify_matmul ELF 3 1 5 512 3 256 512 grid 2560 8 1 group 32 8 1
+verify_matmul ELF 2 1 1 512 1 256 grid 512 8 1 group 32 8 1
+verify_matmul ELF 4 1 1 512 1 256 grid 512 8 1 group 32 8 1
+verify_matmul ELF 2 1 32 512 1 256 grid 512 8 1 group 32 8 1
+verify_matmul ELF 4 1 32 512 1 256 grid 512 8 1 group 32 8 1
+verify_matmul ELF 7 3 32 512 1 96 8 40 grid 320 8 1 group 32 8 1
+verify_matmul ELF 4 1 32 512 1 256 grid 512 8 1 group 32 8 1
+verify_matmul ELF 3 1 32 512 1 96 grid 192 8 1 group 32 8 1
+verify_matmul ELF 3 1 5 512 3 256 grid 2560 8 1 group 32 8 1
 """,
     "attention": """
-attend_chunk ELF 4 2 2 16 1 128 2 4 600 128 grid 32 3 8 group 32 1 1
-combine_chunks ELF 4 1 2 16 1 3 128 grid 1024 64 1 group 32 16 1
-attend_chunk ELF 4 2 2 16 16 64 2 4 600 64 STAGED
-combine_chunks ELF 4 1 2 16 16 3 64 grid 16384 32 1 group 32 16 1
+attend_chunk ELF 4 2 1 4 4 600 grid 32 3 8 group 32 1 1
+combine_chunks ELF 4 1 1 16 3 600 grid 1024 64 1 group 32 16 1
+attend_chunk ELF 4 2 16 4 4 600 STAGED
+combine_chunks ELF 4 1 16 16 3 600 grid 16384 32 1 group 32 16 1
 """,
     "layers": """
-gated_delta ELF 6 2 1 5 2 128 grid 128 32 1 group 32 4 1
-gated_delta ELF 5 1 1 5 2 128 grid 128 32 1 group 32 4 1
-gated_delta_gates ELF 4 2 1 5 4 grid 128 1 1 group 128 1 1
-causal_conv1d ELF 3 1 1 5 64 grid 5 128 1 group 1 128 1
-conv_window ELF 3 1 1 5 64 grid 3 128 1 group 1 128 1
+gated_delta ELF 6 2 5 0 grid 128 32 1 group 32 4 1
+gated_delta ELF 5 1 0 5 grid 128 32 1 group 32 4 1
+gated_delta_gates ELF 4 2 20 4 grid 128 1 1 group 128 1 1
+causal_conv1d ELF 3 1 5 grid 5 128 1 group 1 128 1
+conv_window ELF 3 1 5 grid 3 128 1 group 1 128 1
 """,
-}
-LAUNCHED["rows"] = """
+    "rows": """
 2 3 40
 2 3 40
 2 3 40
 2 3 5 8
 [swiglu] expected gate of shape (1, 3, 40) but got (2, 3, 40).
-"""  # MLX's own kernels
+""",  # MLX's own kernels
+}
 STAGED = {False: "grid 256 3 8 group 32 1 1", True: "grid 32 12 8 group 32 4 1"}
 
 

@@ -48,6 +48,57 @@ def test_the_cache_is_written_in_place_when_nothing_else_holds_it(backend):
     assert held[0, 0, 0, 0].item() == 1.0 and cache[0, 0, 0, 0].item() == 2.0
 
 
+def attended(cache, queries, length):
+    return ops.verify_attention(queries, cache, cache, [length], 0.1)
+
+
+def test_steps_in_flight_are_written_in_place(backend):
+    """A step that was queued before the last one was done found its cache held and copied all of
+    it: 19 queued steps held 32 buffers more than the cache (CPU, 4096 rows of 4 x 128). What read
+    the rows last, as `after`, says when they may be written over.
+    """
+    if backend == "gpu" and mx.cuda.is_available():
+        pytest.skip("on CUDA MLX's slice_update writes")
+    queries, new = (mx.random.normal((1, 4, 1, 128)) for _ in range(2))
+
+    def peak(owned):
+        cache = ops.kv_write(mx.zeros((1, 4, 4096, 128)), new, [0])
+        mx.eval(cache, queries)
+        mx.synchronize()
+        mx.reset_peak_memory()
+        before, read, results = mx.get_active_memory(), None, []
+        for length in range(1, 20):
+            cache = ops.kv_write(cache, new, [length], after=read if owned else None)
+            read = attended(cache, queries, length)
+            mx.async_eval(read)
+            results.append(read)
+        mx.eval(results)
+        return mx.array(results), (mx.get_peak_memory() - before) / cache.nbytes
+
+    (alike, buffers), (expected, copied) = peak(True), peak(False)
+    assert same(alike, expected)
+    assert buffers < 1.2 and copied > buffers + 1  # the first write has nothing to wait for
+
+
+def test_rows_are_read_before_they_are_written_over(backend):
+    if backend == "gpu" and mx.cuda.is_available():
+        pytest.skip("on CUDA MLX's slice_update writes")
+    queries = mx.random.normal((1, 2, 4, 64))
+    drafts, others = (mx.random.normal((1, 2, 4, 64)) for _ in range(2))
+
+    def first(wait):
+        cache = ops.kv_write(mx.zeros((1, 2, 256, 64)), drafts, [0])
+        mx.eval(cache, queries, others)
+        read = attended(cache, queries, 0)
+        mx.eval(ops.kv_write(cache, others, [0], after=read if wait else mx.zeros(1)))
+        return read
+
+    assert same(
+        first(True), attended(ops.kv_write(mx.zeros((1, 2, 256, 64)), drafts, [0]), queries, 0)
+    )
+    assert not same(first(False), first(True))  # the control
+
+
 def test_a_chain_of_writes_in_one_evaluation(backend):
     cache = mx.zeros((2, 1, 8, 4))
     for step in range(4):

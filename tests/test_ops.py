@@ -13,7 +13,7 @@ import pytest
 from dflash_native import Tape, ops
 from inputs import gated_delta, same
 
-OPERATIONS = sorted(set(ops.__all__) - {"PackedWeight", "Tape"})
+OPERATIONS = sorted(set(ops.__all__) - {"PackedWeight", "Tape", "verify_matmuls"})
 
 
 def strided(x):

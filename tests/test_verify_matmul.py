@@ -86,6 +86,28 @@ def test_every_number_of_rows_gives_the_bits_of_one(backend, dtype, bits, group,
         assert not same(weight.multiply(x * 1.01), weight.multiply(x))  # the control
 
 
+@pytest.mark.parametrize(("dtype", "bits", "group"), KINDS)
+@pytest.mark.parametrize("rows", [1, 16])
+def test_several_weights_have_the_bits_of_each(backend, dtype, bits, group, rows):
+    """Weights of one format are one launch on CUDA: blocks must find their own weight's rows."""
+    x = draw(dtype, 2, rows, 256)
+    weights = [Weight(draw(dtype, N, 256), bits, group) for N in (96, 16, 1, 250)]
+    other = Weight(draw(dtype, 40, 256), None if bits else 8, group)
+    for some in (weights, weights[:2], weights[:1], [*weights[:2], other]):
+        for biased in (False, True):
+            biases = [draw(dtype, w.arrays[0].shape[0]) if biased else None for w in some]
+            arguments = [
+                dict(zip(("weight", "scales", "biases"), w.arrays, strict=False))
+                | w.keywords
+                | {"bias": bias}
+                for w, bias in zip(some, biases, strict=True)
+            ]
+            found = ops.verify_matmuls(x, arguments)
+            expected = [w.multiply(x, bias) for w, bias in zip(some, biases, strict=True)]
+            assert [*map(same, found, expected)] == [True] * len(some)
+    assert not same(found[0], ops.verify_matmuls(x * 1.01, arguments)[0])  # the control
+
+
 def test_another_order_gives_other_bits(backend):
     """The control of the test above: what it compares is fine enough to see an order of sums."""
     weight, x = Weight(draw(mx.float32, 100, 384)), draw(mx.float32, 16, 384)

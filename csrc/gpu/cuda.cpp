@@ -43,44 +43,6 @@ std::string definition(const std::string& name, const mx::fast::TemplateArg& val
   return "constexpr int " + name + " = " + std::to_string(std::get<int>(value)) + ";\n";
 }
 
-/// A kernel under construction: parameters are the inputs, the outputs, and then each size of the
-/// shapes that the body reads.
-struct Entry {
-  std::string parameters, body;
-  std::vector<mx::fast::ScalarArg> sizes;
-
-  Entry(
-      const std::vector<std::string>& inputs,
-      const std::vector<std::string>& outputs,
-      const std::string& text,
-      const std::vector<mx::array>& operands,
-      const std::vector<mx::Dtype>& dtypes,
-      const std::vector<std::pair<std::string, mx::fast::TemplateArg>>& constants) {
-    std::string size_parameters;
-    for (size_t i = 0; i < inputs.size(); ++i) {
-      const auto shape = inputs[i] + "_shape";
-      parameters += (i ? ", const " : "const ") + type_name(operands[i].dtype()) + "* " + inputs[i];
-      if (text.find(shape + "[") == std::string::npos) continue;
-      std::string list;
-      for (int axis = 0; axis < operands[i].ndim(); ++axis) {
-        const auto size = shape + std::to_string(axis);
-        size_parameters += ", int " + size;
-        list += (axis ? ", " : "") + size;
-        sizes.emplace_back(operands[i].shape(axis));
-      }
-      body += "const int " + shape + "[] = {" + list + "};\n";
-    }
-    for (size_t i = 0; i < outputs.size(); ++i) {
-      parameters += ", " + type_name(dtypes[i]) + "* " + outputs[i];
-    }
-    parameters += size_parameters;
-    for (const auto& [name, value] : constants) {
-      body += definition(name, value);
-    }
-    body += text;
-  }
-};
-
 int capability() {
   static const int found = [] {
     const auto& info = mx::gpu::device_info(0);
@@ -90,22 +52,77 @@ int capability() {
   return found;
 }
 
+using Sizes = std::vector<std::pair<std::string, int>>;
+
+/// The whole program: parameters are the inputs, the outputs, and then the sizes.
+std::string program(
+    const Text& text,
+    const std::vector<mx::array>& operands,
+    const Sizes& sizes,
+    const std::vector<mx::Dtype>& dtypes) {
+  std::string whole = embedded_source("metal_on_cuda.h");
+  for (const auto& file : text.headers) {
+    whole += embedded_source(file);
+  }
+  whole += "extern \"C\" __global__ void " + text.name + "(";
+  for (size_t i = 0; i < operands.size(); ++i) {
+    whole += (i ? ", const " : "const ") + type_name(operands[i].dtype()) + "* " + text.inputs[i];
+  }
+  for (size_t i = 0; i < dtypes.size(); ++i) {
+    whole += ", " + type_name(dtypes[i]) + "* " + text.outputs[i];
+  }
+  for (const auto& size : sizes) {
+    whole += ", int " + size.first;
+  }
+  whole += ") {\n";
+  for (const auto& [name, value] : text.constants) {
+    whole += definition(name, value);
+  }
+  return whole + text.body() + "\n}\n";
+}
+
+/// What the program of a text depends on.
+std::string key_of(
+    const Text& text,
+    const std::vector<mx::array>& operands,
+    const Sizes& sizes,
+    const std::vector<mx::Dtype>& dtypes) {
+  std::string key = text.name;
+  key.reserve(256);
+  auto append = [&](const std::string& name, mx::Dtype dtype) {
+    key += ' ';
+    key += name;
+    key += char('A' + int(dtype.val()));
+  };
+  for (size_t i = 0; i < operands.size(); ++i) append(text.inputs[i], operands[i].dtype());
+  for (size_t i = 0; i < dtypes.size(); ++i) append(text.outputs[i], dtypes[i]);
+  for (const auto& size : sizes) key += ' ' + size.first;
+  for (const auto& constant : text.constants) {
+    if (auto dtype = std::get_if<mx::Dtype>(&constant.second)) {
+      append("", *dtype);
+    } else if (auto flag = std::get_if<bool>(&constant.second)) {
+      key += *flag ? " t" : " f";
+    } else {
+      key += ' ' + std::to_string(std::get<int>(constant.second));
+    }
+  }
+  return key;
+}
+
 /// The machine code of a kernel, compiled once.
 const std::string& code(
-    const std::string& name, const std::vector<std::string>& headers, const Entry& entry) {
+    const Text& text,
+    const std::vector<mx::array>& operands,
+    const Sizes& sizes,
+    const std::vector<mx::Dtype>& dtypes) {
   static std::mutex mutex;
   static std::unordered_map<std::string, std::string> compiled;
-  const auto key = name + "(" + entry.parameters + ")" + entry.body;
+  const auto key = key_of(text, operands, sizes, dtypes);
   std::lock_guard lock(mutex);
   auto found = compiled.find(key);
   if (found == compiled.end()) {
-    std::string text = embedded_source("metal_on_cuda.h");
-    for (const auto& file : headers) {
-      text += embedded_source(file);
-    }
-    text += "extern \"C\" __global__ void " + name + "(" + entry.parameters + ") {\n" + entry.body +
-            "\n}\n";
-    found = compiled.emplace(key, nvrtc::compile(name, text, capability())).first;
+    const auto whole = program(text, operands, sizes, dtypes);
+    found = compiled.emplace(key, nvrtc::compile(text.name, whole, capability())).first;
   }
   return found->second;
 }
@@ -117,29 +134,28 @@ bool runs_on(mx::Stream stream) {
 }
 
 std::vector<mx::array> launch(
-    const std::string& name,
-    const std::vector<std::string>& headers,
-    const std::vector<std::string>& inputs,
-    const std::vector<std::string>& outputs,
-    const std::string& body,
+    const Text& text,
     const std::vector<mx::array>& operands,
-    std::vector<mx::Shape> shapes,
-    std::vector<mx::Dtype> dtypes,
+    const std::vector<std::pair<std::string, int>>& sizes,
+    const std::vector<mx::Shape>& shapes,
+    const std::vector<mx::Dtype>& dtypes,
     std::array<int, 3> grid,
     std::array<int, 3> group,
-    const std::vector<std::pair<std::string, mx::fast::TemplateArg>>& constants,
     mx::Stream stream) {
   for (int i = 0; i < 3; ++i) {  // whole blocks: the body checks
     grid[i] = (grid[i] + group[i] - 1) / group[i] * group[i];
   }
-  const Entry entry(inputs, outputs, body, operands, dtypes, constants);
+  std::vector<mx::fast::ScalarArg> scalars;
+  for (const auto& size : sizes) {
+    scalars.emplace_back(size.second);
+  }
   return mx::fast::precompiled_cuda_kernel(
-      name,
-      code(name, headers, entry),
+      text.name,
+      code(text, operands, sizes, dtypes),
       operands,
       shapes,
       dtypes,
-      entry.sizes,
+      scalars,
       {grid[0], grid[1], grid[2]},
       {group[0], group[1], group[2]},
       0,

@@ -65,8 +65,8 @@ mx::array cuda::verify_attention(
   const bool staged = d.staged(q.dtype());
   const int tiles = staged ? 2 : 1, simdgroups = d.simdgroups(staged);
   const std::string block =
-      "Block block; block.length = lengths[b]; block.inputs = T_;"
-      " block.end = block.length + T_; block.window = window; block.causal = causal;"
+      "Block block; block.length = lengths[b]; block.inputs = inputs;"
+      " block.end = block.length + inputs; block.window = window; block.causal = causal;"
       " block.has_mask = has_mask; const bool in_range = in_cache(block, capacity);";
   std::vector<std::string> names = {"q", "k", "v", "lengths"};
   std::vector<mx::array> given = {q, k, v, lengths};
@@ -74,41 +74,11 @@ mx::array cuda::verify_attention(
     names.push_back("mask");
     given.push_back(operands[4]);
   }
-  const auto partial = cuda::launch(
+  const Text chunks{
       "attend_chunk",
       {"matrix_on_cuda.h", "verify_attention.h"},
       names,
       {"partial", "statistics"},
-      "constexpr int of_keys = key_stride(D), of_values = value_stride(Dv);"
-      "constexpr int most = of_keys > of_values ? of_keys : of_values;"
-      "__shared__ __align__(16) T weights[simdgroups * 8 * tiles * DFLASH_WEIGHTS_STRIDE];"
-      "__shared__ __align__(16) T shared[staged ? 32 * most : 8];"
-      "const int Hkv = k_shape[1], T_ = q_shape[2], capacity = k_shape[2];"
-      "const int z = blockIdx.z, b = z / Hkv, chunks = (capacity + 255) / 256;" +
-          block +
-          "block.columns = q_shape[1] / Hkv * T_;"
-          "if (!in_range) return;"
-          "const size_t columns = size_t(z) * block.columns;"
-          "const T *own_q = q + columns * D, *own_k = k + size_t(z) * capacity * D,"
-          " *own_v = v + size_t(z) * capacity * Dv;"
-          "const auto addresses = reinterpret_cast<size_t>(q) | reinterpret_cast<size_t>(k) |"
-          " reinterpret_cast<size_t>(v);"
-          "auto attend = [&](auto whole) { attend_chunk<T, D, Dv, tiles, simdgroups, staged,"
-          " decltype(whole)::value>("
-          "own_q, own_k, own_v, " +
-          (parts.has_mask ? "mask" : "static_cast<const bool*>(nullptr)") +
-          ", partial + columns * chunks * Dv, statistics + columns * chunks * 2, block,"
-          " __int_as_float(scale_bits), chunks, int(blockIdx.y),"
-          " int(blockIdx.x * simdgroups + threadIdx.y) * 8 * tiles, int(threadIdx.y),"
-          " int(threadIdx.x),"
-          " weights + threadIdx.y * (8 * tiles * DFLASH_WEIGHTS_STRIDE), shared); };"
-          "if (addresses % 16 == 0) attend(Constant<true>());"
-          " else attend(Constant<false>());",
-      given,
-      {d.partial(), d.statistics()},
-      {mx::float32, mx::float32},
-      {32 * d.column_blocks(staged), simdgroups * d.chunks(), d.batch * d.key_heads},
-      {32, simdgroups, 1},
       {{"T", q.dtype()},
        {"D", d.key_dim},
        {"Dv", d.value_dim},
@@ -119,6 +89,44 @@ mx::array cuda::verify_attention(
        {"causal", parts.causal},
        {"has_mask", parts.has_mask},
        {"scale_bits", std::bit_cast<int>(parts.scale)}},
+      [&] {
+        return "constexpr int of_keys = key_stride(D), of_values = value_stride(Dv);"
+               "constexpr int most = of_keys > of_values ? of_keys : of_values;"
+               "__shared__ __align__(16)"
+               " T weights[simdgroups * 8 * tiles * DFLASH_WEIGHTS_STRIDE];"
+               "__shared__ __align__(16) T shared[staged ? 32 * most : 8];"
+               "const int z = blockIdx.z, b = z / key_heads, chunks = (capacity + 255) / 256;" +
+               block +
+               "block.columns = group * inputs;"
+               "if (!in_range) return;"
+               "const size_t columns = size_t(z) * block.columns;"
+               "const T *own_q = q + columns * D, *own_k = k + size_t(z) * capacity * D,"
+               " *own_v = v + size_t(z) * capacity * Dv;"
+               "const auto addresses = reinterpret_cast<size_t>(q) | reinterpret_cast<size_t>(k) |"
+               " reinterpret_cast<size_t>(v);"
+               "auto attend = [&](auto whole) { attend_chunk<T, D, Dv, tiles, simdgroups, staged,"
+               " decltype(whole)::value>("
+               "own_q, own_k, own_v, " +
+               (parts.has_mask ? "mask" : "nullptr") +
+               ", partial + columns * chunks * Dv, statistics + columns * chunks * 2, block,"
+               " __int_as_float(scale_bits), chunks, int(blockIdx.y),"
+               " int(blockIdx.x * simdgroups + threadIdx.y) * 8 * tiles, int(threadIdx.y),"
+               " int(threadIdx.x),"
+               " weights + threadIdx.y * (8 * tiles * DFLASH_WEIGHTS_STRIDE), shared); };"
+               "if (addresses % 16 == 0) attend(Constant<true>());"
+               " else attend(Constant<false>());";
+      }};
+  const auto partial = launch(
+      chunks,
+      given,
+      {{"inputs", d.inputs},
+       {"key_heads", d.key_heads},
+       {"group", d.group()},
+       {"capacity", d.capacity}},
+      {d.partial(), d.statistics()},
+      {mx::float32, mx::float32},
+      {32 * d.column_blocks(staged), simdgroups * d.chunks(), d.batch * d.key_heads},
+      {32, simdgroups, 1},
       stream);
   names = {"partial", "statistics", "lengths"};
   given = {partial[0], partial[1], lengths};
@@ -126,30 +134,33 @@ mx::array cuda::verify_attention(
     names.push_back("sinks");
     given.push_back(operands.back());
   }
-  return cuda::launch(
+  const Text combination{
       "combine_chunks",
       {"matrix_on_cuda.h", "verify_attention.h"},
       names,
       {"out"},
-      "__shared__ float shared[DFLASH_STRIPES * 33];"
-      "const int column = blockIdx.x, T_ = partial_shape[2], head = column / T_;"
-      "const int b = head / partial_shape[1];" +
-          block + "combine_chunks<T, Dv>(partial, statistics, " +
-          (parts.has_sinks ? "sinks" : "static_cast<const float*>(nullptr)") +
-          ", out, block, has_sinks, in_range, head % partial_shape[1], partial_shape[3], column,"
-          " int(blockIdx.y) * 32, int(threadIdx.y), int(threadIdx.x), shared);",
-      given,
-      {{d.batch, d.heads, d.inputs, d.value_dim}},
-      {q.dtype()},
-      {32 * d.batch * d.heads * d.inputs, kStripes * d.value_dim / 32, 1},
-      {32, kStripes, 1},
       {{"T", q.dtype()},
        {"Dv", d.value_dim},
        {"window", d.window},
        {"causal", parts.causal},
        {"has_mask", parts.has_mask},
-       {"has_sinks", parts.has_sinks},
-       {"capacity", d.capacity}},
+       {"has_sinks", parts.has_sinks}},
+      [&] {
+        return "__shared__ float shared[DFLASH_STRIPES * 33];"
+               "const int column = blockIdx.x, head = column / inputs, b = head / heads;" +
+               block + "combine_chunks<T, Dv>(partial, statistics, " +
+               (parts.has_sinks ? "sinks" : "nullptr") +
+               ", out, block, has_sinks, in_range, head % heads, chunks, column,"
+               " int(blockIdx.y) * 32, int(threadIdx.y), int(threadIdx.x), shared);";
+      }};
+  return launch(
+      combination,
+      given,
+      {{"inputs", d.inputs}, {"heads", d.heads}, {"chunks", d.chunks()}, {"capacity", d.capacity}},
+      {{d.batch, d.heads, d.inputs, d.value_dim}},
+      {q.dtype()},
+      {32 * d.batch * d.heads * d.inputs, kStripes * d.value_dim / 32, 1},
+      {32, kStripes, 1},
       stream)[0];
 }
 

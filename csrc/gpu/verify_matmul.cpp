@@ -43,65 +43,50 @@ struct Dims {
 
 }  // namespace
 
-mx::array cuda::verify_matmul(
+std::vector<mx::array> cuda::verify_matmuls(
     const MatmulFormat& format,
-    const std::vector<mx::array>& operands,
-    const mx::Shape& shape,
+    const mx::array& x,
+    const std::vector<std::vector<mx::array>>& weights,
+    const std::optional<mx::array>& indices,
+    const std::vector<mx::Shape>& shapes,
     mx::Stream stream) {
-  const auto& weight = operands[1];
-  const auto dtype = operands[0].dtype();
+  const int count = int(weights.size());
   size_t results = 1;
-  for (int n : shape) results *= n;
-  const Dims d(format, operands[0], weight, results, stream);
-  std::vector<std::string> names = {"x", "weight"};
-  std::vector<mx::array> given = {mx::reshape(operands[0], {d.rows, d.depth}, stream), weight};
-  size_t next = 2;
-  auto take = [&](bool present, const char* name) {
-    if (present) {
-      names.push_back(name);
-      given.push_back(operands[next++]);
+  for (int n : shapes[0]) results *= n;
+  auto largest = format;
+  for (const auto& shape : shapes) largest.outputs = std::max(largest.outputs, shape.back());
+  const Dims d(largest, x, weights[0][0], results, stream);
+  int blocks = 0;
+  std::vector<std::string> inputs = {"x"}, outputs;
+  std::vector<mx::array> operands = {x};
+  std::vector<std::pair<std::string, int>> sizes = {
+      {"rows", d.rows}, {"depth", d.depth}, {"experts", d.experts}};
+  for (int i = 0; i < count; ++i) {
+    const auto number = std::to_string(i);
+    inputs.push_back("weight" + number);
+    if (format.group_size) {
+      inputs.push_back("scales" + number);
+      inputs.push_back("offsets" + number);
     }
-  };
-  take(format.group_size, "scales");
-  take(format.group_size, "offsets");
-  take(format.biased, "bias");
-  take(format.gathers, "indices");
-  auto pointer = [](bool present, const char* type, const char* name) {
-    return present ? std::string(name) : std::string("static_cast<const ") + type + "*>(nullptr)";
-  };
-  const std::string bias = pointer(format.biased, "T", "bias");
-  const std::string call =
-      format.group_size
-          ? "verify_matmul_affine<T, S, bits, group, tiles, columns, decltype(whole)::value>(x, "
-            "weight,"
-            " scales, offsets, "
-          : "verify_matmul_dense<T, S, tiles, columns, decltype(whole)::value>(x, weight, ";
-  const auto source =
-      "__shared__ float shared[DFLASH_SLICES * 16 * tiles * 8 * columns];"
-      "const int depth = x_shape[1];"
-      "const MatmulPlace at = matmul_place(" +
-      pointer(format.gathers, "int", "indices") +
-      ", gathers, weight_shape[0], x_shape[0], weight_shape[gathers ? 1 : 0], depth, 8 * columns,"
-      " 16 * tiles, int(blockIdx.x), int(blockIdx.y), int(threadIdx.y), int(threadIdx.x));"
-      "auto multiply = [&](auto whole) { " +
-      call + bias +
-      ", out, has_bias, repeat, at, shared); };"
-      "const auto addresses = reinterpret_cast<size_t>(x) | reinterpret_cast<size_t>(weight);"
-      "if (addresses % 16 == 0 && depth % 32 == 0) multiply(Constant<true>());"
-      " else multiply(Constant<false>());";
-  return cuda::launch(
+    if (format.biased) inputs.push_back("bias" + number);
+    operands.insert(operands.end(), weights[i].begin(), weights[i].end());
+    outputs.push_back("out" + number);
+    sizes.emplace_back("outputs" + number, shapes[i].back());
+    blocks += (shapes[i].back() + 16 * d.tiles - 1) / (16 * d.tiles) * d.pairs;
+  }
+  if (format.gathers) {
+    inputs.push_back("indices");
+    operands.push_back(*indices);
+  }
+  const auto dtype = x.dtype();
+  const auto values = weights[0][format.group_size ? 1 : 0].dtype();
+  const Text text{
       "verify_matmul",
       {"matrix_on_cuda.h", "verify_matmul.h"},
-      names,
-      {"out"},
-      source,
-      given,
-      {shape},
-      {dtype},
-      {32 * d.blocks(), kSlices * d.row_blocks(), 1},
-      {32, kSlices, 1},
+      inputs,
+      outputs,
       {{"T", dtype},
-       {"S", format.group_size ? operands[2].dtype() : weight.dtype()},
+       {"S", values},
        {"bits", format.bits},
        {"group", format.group_size},
        {"tiles", d.tiles},
@@ -109,7 +94,52 @@ mx::array cuda::verify_matmul(
        {"repeat", d.repeat},
        {"gathers", format.gathers},
        {"has_bias", format.biased}},
-      stream)[0];
+      [&] {
+        const std::string none = "nullptr", first_bias = format.biased ? "bias0" : none;
+        std::string body =
+            "__shared__ float shared[DFLASH_SLICES * 16 * tiles * 8 * columns];"
+            "int block = blockIdx.x, outputs = outputs0;"
+            "const T* bias = " +
+            first_bias + "; T* out = out0; auto weight = weight0;";
+        if (format.group_size) body += "auto scales = scales0; auto offsets = offsets0;";
+        for (int i = 1; i < count; ++i) {  // the later weights' blocks follow
+          const auto number = std::to_string(i);
+          const auto blocks_before = "const int blocks" + number + " = (outputs" +
+                                     std::to_string(i - 1) + " + 16 * tiles - 1) / (16 * tiles);";
+          body += blocks_before + "if (block >= blocks" + number + ") { block -= blocks" + number +
+                  "; outputs = outputs" + number + "; weight = weight" + number + "; out = out" +
+                  number + ";";
+          if (format.group_size) {
+            body += "scales = scales" + number + "; offsets = offsets" + number + ";";
+          }
+          if (format.biased) body += "bias = bias" + number + ";";
+        }
+        body += std::string(count - 1, '}');
+        const std::string call =
+            format.group_size
+                ? "verify_matmul_affine<T, S, bits, group, tiles, columns, decltype(whole)::value>("
+                  "x, weight, scales, offsets, "
+                : "verify_matmul_dense<T, S, tiles, columns, decltype(whole)::value>(x, weight, ";
+        return body + "const MatmulPlace at = matmul_place(" + (indices ? "indices" : none) +
+               ", gathers, experts, rows, outputs, depth, 8 * columns, 16 * tiles, block,"
+               " int(blockIdx.y), int(threadIdx.y), int(threadIdx.x));"
+               "auto multiply = [&](auto whole) { " +
+               call +
+               "bias, out, has_bias, repeat, at, shared); };"
+               "const auto addresses ="
+               " reinterpret_cast<size_t>(x) | reinterpret_cast<size_t>(weight);"
+               "if (addresses % 16 == 0 && depth % 32 == 0) multiply(Constant<true>());"
+               " else multiply(Constant<false>());";
+      }};
+  return launch(
+      text,
+      operands,
+      sizes,
+      shapes,
+      std::vector<mx::Dtype>(count, dtype),
+      {32 * blocks, kSlices * d.row_blocks(), 1},
+      {32, kSlices, 1},
+      stream);
 }
 
 void VerifyMatmul::run_metal(

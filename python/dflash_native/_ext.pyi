@@ -48,7 +48,12 @@ def conv_window(
     window: mx.array, x: mx.array, keep: mx.array, stream: _Stream = None
 ) -> mx.array: ...
 def kv_write(
-    cache: mx.array, new: mx.array, lengths: mx.array, stream: _Stream = None
+    cache: mx.array,
+    new: mx.array,
+    lengths: mx.array,
+    starts: list[int] | None,
+    after: mx.array | None,
+    stream: _Stream = None,
 ) -> mx.array: ...
 def verify_attention(
     q: mx.array,
@@ -102,6 +107,21 @@ def verify_matmul(
     packed: tuple[int, int] | None,
     stream: _Stream = None,
 ) -> mx.array: ...
+def verify_matmuls(
+    x: mx.array,
+    weights: list[
+        tuple[
+            mx.array,
+            mx.array | None,
+            mx.array | None,
+            mx.array | None,
+            int,
+            int,
+            tuple[int, int] | None,
+        ]
+    ],
+    stream: _Stream = None,
+) -> list[mx.array]: ...
 def verify_gather_matmul(
     x: mx.array,
     weight: mx.array,

@@ -7,8 +7,10 @@ past `lengths`, and each recurrent layer holds their tape beside the checkpoint 
 
 from __future__ import annotations
 
+import copy
 import operator
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -32,6 +34,8 @@ class AttentionCache:
         """`[B, Hkv, capacity, Dk]`."""
         self.values = mx.zeros((batch_size, heads, 0, value_dim), dtype)
         """`[B, Hkv, capacity, Dv]`."""
+        self.reader: mx.array | None = None
+        """A result of the last attention over them, before which no row may be written over."""
 
     @property
     def capacity(self) -> int:
@@ -45,18 +49,23 @@ class AttentionCache:
             self.keys = _grown(self.keys, capacity)
             self.values = _grown(self.values, capacity)
 
-    def write(self, keys: mx.array, values: mx.array, lengths: mx.array, end: int) -> None:
-        """Put T new rows of every batch row at `lengths[b]`.
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCache:
+        """A copy whose buffers are shared until either writes."""
+        copied = copy.copy(self)
+        self.reader = copied.reader = None  # the next write finds the buffers held, and copies
+        return copied
 
-        `keys [B, Hkv, T, Dk]`, `values [B, Hkv, T, Dv]`, `lengths [B]` int32 on the device and
-        `end = max(lengths) + T` on the host.
+    def write(self, keys: mx.array, values: mx.array, lengths: Sequence[int]) -> None:
+        """Put T new rows of every batch row at `lengths[b]`, in place.
+
+        `keys [B, Hkv, T, Dk]`, `values [B, Hkv, T, Dv]`, `lengths [B]` on the host.
         """
         if keys.dtype != self.keys.dtype:  # a model of mixed dtypes, at its first call
             self.keys = self.keys.astype(keys.dtype)
             self.values = self.values.astype(values.dtype)
-        self.reserve(end)
-        self.keys = ops.kv_write(self.keys, keys, lengths)
-        self.values = ops.kv_write(self.values, values, lengths)
+        self.reserve(max(lengths) + keys.shape[2])
+        self.keys = ops.kv_write(self.keys, keys, lengths, after=self.reader)
+        self.values = ops.kv_write(self.values, values, lengths, after=self.reader)
 
     def arrays(self) -> list[mx.array]:
         """Everything that an evaluation must reach."""

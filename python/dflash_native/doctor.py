@@ -21,7 +21,9 @@ from ._native import extension
 from .tape import Tape
 
 OPERATIONS: tuple[str, ...] = tuple(
-    name for name in ops.__all__ if name not in ("PackedWeight", "Tape", "pack_matmul")
+    name
+    for name in ops.__all__
+    if name not in ("PackedWeight", "Tape", "pack_matmul", "verify_matmuls")
 )
 """Every operation of `dflash_native.ops`; `pack_matmul` is checked by products."""
 

@@ -53,10 +53,14 @@ class Products:
     def matmuls(self, layers: Sequence[Module], x: mx.array) -> Sequence[mx.array]:
         """`matmul` for each layer: the same bits, in one product where that is faster."""
         packed = self._pack(*layers)
-        if packed is None:
+        if packed is not None:
+            together = ops.verify_matmul(x, packed.weight, bias=packed.bias)
+            return [*mx.split(together, packed.ends, axis=-1)]
+        if mx.default_device() == mx.cpu:  # not alike: each is packed by itself
             return [self.matmul(layer, x) for layer in layers]
-        together = ops.verify_matmul(x, packed.weight, bias=packed.bias)
-        return [*mx.split(together, packed.ends, axis=-1)]
+        weights = [{"weight": each.weight, "bias": each.get("bias")} for each in layers]
+        given = (weight | _format(each) for weight, each in zip(weights, layers, strict=True))
+        return ops.verify_matmuls(x, [*given])
 
     def gather_matmul(self, layer: Module, x: mx.array, indices: mx.array) -> mx.array:
         """`x [..., 1 or k, K]` times the experts `indices [..., k]` of a layer: `[..., k, N]`."""

@@ -18,7 +18,8 @@ row with NaN on a GPU.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
@@ -56,6 +57,7 @@ __all__ = [
     "verify_attention",
     "verify_gather_matmul",
     "verify_matmul",
+    "verify_matmuls",
 ]
 
 HEAD_DIMS = (32, 64, 96, 128, 256)
@@ -215,26 +217,34 @@ def kv_write(
     new: mx.array,
     lengths: Rows,
     *,
+    after: mx.array | None = None,
     stream: mx.Stream | mx.Device | None = None,
 ) -> mx.array:
     """Writes new rows at each batch row's own length.
 
-    The cache is donated: written in place unless something else still holds it.
+    The cache is donated: written in place unless something else still holds it. A step that is
+    queued while the last one runs finds it held, and would copy all of it.
 
     Args:
         cache: [B, H, capacity, D].
         new: [B, H, T, D], in the cache's dtype.
-        lengths: [B], the row that the first new one gets, 0 .. capacity - T.
+        lengths: [B], the row that the first new one gets, 0 .. capacity - T. On the host they
+            spare CUDA some launches.
+        after: any array. Given, the cache is written in place whatever else holds it, once `after`
+            is computed: the result of what reads the rows that are written over. For an owner of
+            the cache who knows of all its readers. (On CUDA MLX decides, as without.)
 
     Returns:
         The cache, [B, H, capacity, D].
     """
+    _check_optional("kv_write", after=after)
     _check_arrays("kv_write", cache=cache, new=new)
     limit = None
     if cache.ndim == new.ndim == 4 and new.shape[2] <= cache.shape[2]:
         limit = cache.shape[2] - new.shape[2]
     at = _rows("kv_write", "lengths", lengths, _size(cache, 0) or 0, limit)
-    return _ext.kv_write(cache, new, at, stream)
+    starts = None if isinstance(lengths, mx.array) else [int(length) for length in lengths]
+    return _ext.kv_write(cache, new, at, starts, after, stream)
 
 
 def verify_attention(
@@ -367,6 +377,43 @@ def verify_matmul(
     _check_optional(name, bias=bias)
     w, s, b, group_size, bits, packed = _weight(name, weight, scales, biases, group_size, bits)
     return _ext.verify_matmul(x, w, s, b, bias, group_size, bits, packed, stream)
+
+
+_MATMUL_DEFAULTS: dict[str, Any] = {
+    "scales": None,
+    "biases": None,
+    "bias": None,
+    "group_size": 64,
+    "bits": 4,
+}
+
+
+def verify_matmuls(
+    x: mx.array,
+    weights: Sequence[Mapping[str, Any]],
+    *,
+    stream: mx.Stream | mx.Device | None = None,
+) -> list[mx.array]:
+    """`verify_matmul` of x with each weight: the same bits.
+
+    On CUDA weights of one format take one launch, which spares the host most of the cost of
+    projections that belong together (q, k and v, say).
+
+    Args:
+        x: [..., K].
+        weights: for each `verify_matmul`'s arguments after x, by name.
+    """
+    name = "verify_matmul"
+    _check_arrays(name, x=x)
+    given = []
+    for each in weights:
+        part = {**_MATMUL_DEFAULTS, **each}
+        bias = part.pop("bias")
+        _check_optional(name, bias=bias)
+        w, s, b, group_size, bits, packed = _weight(name, **part)
+        given.append((w, s, b, bias, group_size, bits, packed))
+    results: list[mx.array] = _ext.verify_matmuls(x, given, stream)
+    return results
 
 
 def verify_gather_matmul(

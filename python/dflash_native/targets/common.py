@@ -44,8 +44,10 @@ class Span:
         """KV rows that some batch row may see."""
         self.uniform = min(cache.lengths) + self.inputs == self.end
         """Whether every batch row stands at the same position."""
+        self.starts = list(cache.lengths)
+        """Position of each row's first input. `[B]`."""
         self.lengths = mx.array(cache.lengths, dtype=mx.int32)
-        """Position of the first input. `[B]` int32."""
+        """The same on the device, int32."""
         self.all_inputs = mx.array([self.inputs] * self.batch_size, dtype=mx.int32)
         self._cache = cache
         self._updates: list[Callable[[], None]] = []
@@ -166,8 +168,9 @@ def attend(
     """
     queries, keys, values = (x.transpose(0, 2, 1, 3) for x in (queries, keys, values))
     queries, keys = (span.layers.rope(attention.rope, x, span) for x in (queries, keys))
-    cache.write(keys, values, span.lengths, span.end)
+    cache.write(keys, values, span.starts)
     output = span.layers.attention(queries, cache, attention.scale, span, window)
+    span.on_success(partial(setattr, cache, "reader", output))
     return output.transpose(0, 2, 1, 3).flatten(-2)
 
 
