@@ -28,9 +28,11 @@ std::pair<mx::array, mx::array> gated_delta_gates(
   for (const auto& x : {a, b}) {
     operands.push_back(row_contiguous(x, stream));
   }
-  for (const auto& x : {A_log, dt_bias}) {
-    operands.push_back(row_contiguous(mx::astype(x, mx::float32, stream), stream));
-  }
+  auto wide = [&](const mx::array& x) {
+    return row_contiguous(mx::astype(x, mx::float32, stream), stream);
+  };
+  operands.push_back(wide(A_log));
+  operands.push_back(cuda::runs_on(stream) ? dt_bias : wide(dt_bias));  // a launch less
   std::vector<mx::Shape> shapes = {a.shape(), a.shape()};
   std::vector<mx::Dtype> dtypes = {mx::float32, mx::float32};
   if (cuda::runs_on(stream)) {

@@ -17,18 +17,18 @@ METAL_FUNC float sigmoid_rn(float x) {
   return 1.0f / add_rn(1.0f, exp_rn(-x));
 }
 
-template <typename T>
+template <typename T, typename D>
 METAL_FUNC void gated_delta_gates(
-    const device T* a,            // [B, T, Hv]
-    const device T* b,            // [B, T, Hv]
-    const device float* A_log,    // [Hv]
-    const device float* dt_bias,  // [Hv]
-    device float* g,              // [B, T, Hv]
-    device float* beta,           // [B, T, Hv]
+    const device T* a,          // [B, T, Hv]
+    const device T* b,          // [B, T, Hv]
+    const device float* A_log,  // [Hv]
+    const device D* dt_bias,    // [Hv]
+    device float* g,            // [B, T, Hv]
+    device float* beta,         // [B, T, Hv]
     int value_heads,
     int at) {
   const int head = at % value_heads;
-  const float rate = softplus_rn(add_rn(float(a[at]), dt_bias[head]));
+  const float rate = softplus_rn(add_rn(float(a[at]), float(dt_bias[head])));
   g[at] = exp_rn(-mul_rn(exp_rn(A_log[head]), rate));
   beta[at] = sigmoid_rn(float(b[at]));
 }

@@ -94,7 +94,7 @@ def test_the_same_tokens_and_fields_as_mlx_lm(model, tokenizer):
 
 def test_speculation_marks_what_came_from_the_draft(model, tokenizer, answer):
     drafter = ScriptedDrafter(answer, spoil=0.25, seed=4)
-    responses = list(stream_generate(model, tokenizer, PROMPT, 60, drafter))
+    responses = list(stream_generate(model, tokenizer, PROMPT, 60, drafter, block_size=16))
     assert [r.token for r in responses] == answer[5:65]
     stats = responses[-1].stats
     assert responses[-1].round == stats.rounds > 4 and stats.tokens == 60

@@ -24,8 +24,6 @@ from dflash_native.session import Session
 from dflash_native.targets import Target
 from test_targets import CONFIGS, make_model, random_tokens
 
-pytestmark = pytest.mark.usefixtures("backend")
-
 COUNT = 260
 """Tokens of a run."""
 
