@@ -1,12 +1,10 @@
 // Attention of a block of T inputs over a cache of any length, in two passes.
 //
 // attend_chunk: chunk c covers the absolute positions 256 c .. 256 c + 255, the block's own keys
-// included. SIMD group s of its four takes 64 of them, 32 after 32, with running statistics, and
-// the four parts combine in ascending order. combine_chunks: stripe s of sixteen adds chunks s, s +
-// 16,
-// ... in ascending order, and the stripes add in ascending order. So a row's order is a function of
-// positions alone; a key that a row does not see adds an exact zero, and groups of keys that none
-// sees are skipped.
+// included; a SIMD group takes them 32 after 32 with running statistics. combine_chunks: stripe s
+// of sixteen adds chunks s, s + 16, ... in ascending order, and the stripes add in ascending order.
+// So a row's order is a function of positions alone; a key that a row does not see adds an exact
+// zero, and groups of keys that none sees are skipped.
 //
 // The T rows of the G heads that share a key head are G T columns of the matrix unit, column g T +
 // t.
