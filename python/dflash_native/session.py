@@ -13,39 +13,22 @@ last emitted token, which is pending.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Literal, cast
 
 import mlx.core as mx
 
+from ._arguments import token_ids
+from .block import Verify, accept
 from .cache import Cache
 from .drafters.protocol import Drafter, Proposal
 from .policy import Choice, Costs, WidthPolicy
 from .rounds import Round, Stats
 from .sampling import Sampler, Sampling
 from .targets import Target
-
-
-@dataclass
-class _Verify:
-    """A verify on its way: what the host will read, and what a commit of its inputs needs."""
-
-    position: int
-    drafted: int
-    read: mx.array
-    drawn: mx.array
-    logits: mx.array
-    taps: mx.array | None
-    reason: str = "fixed"
-    """Why it has this width."""
-    plain_steps: int = 0
-    """So many rounds from this one on are plain, whatever they bring."""
-    take_back: Callable[[], None] | None = None
-    """In plain decoding, once the next step is queued: undoes this one, unless it was read."""
 
 
 class Session:
@@ -116,15 +99,15 @@ class Session:
         """Taps of rounds and their positions, until the draft gets those that were kept."""
         self._told = 0
         """Of `tokens`, those that the draft has observed."""
-        self._in_flight: list[_Verify] = []
-        self._finishing: tuple[_Verify, list[int], list[int], Stats] | None = None
+        self._in_flight: list[Verify] = []
+        self._finishing: tuple[Verify, list[int], list[int], Stats] | None = None
         """A round that was read: its verify, its tokens, `tokens` before it, `stats` after it."""
         self._closed = False
         self._broken: str | None = None
         self.sampling = sampling
         self._policy: WidthPolicy | None = None
         if auto and self._draft is not None and drafter is not None:
-            self._policy = WidthPolicy(costs or costs_of(target, drafter), block_size)
+            self._policy = WidthPolicy(costs or _measured(target, drafter), block_size)
 
     def __enter__(self) -> Session:
         return self
@@ -174,7 +157,7 @@ class Session:
         the session holds the part that was done.
         """
         self._check_open()
-        new = _token_list(tokens, self.target.vocab_size)
+        new = token_ids("prefill", tokens, self.target.vocab_size)
         self._settle()
         feed = self.tokens[-1:] + new
         kept = self.tokens[:-1]
@@ -317,16 +300,17 @@ class Session:
             return self._policy.choose(self._cache.lengths[0], limit)
         return Choice(self.block_size if limit is None else min(self.block_size, limit), "fixed")
 
-    def _launch(self, pending: mx.array, choice: Choice) -> _Verify:
+    def _launch(self, pending: mx.array, choice: Choice) -> Verify:
         """Build one verify, lazily: `pending [1, 1]` and drafts after it."""
         count = choice.width - 1
         position = self._cache.lengths[0]
         sampler, drafts, probabilities = self._sampler, None, None
+        sound = mx.array([1])
         if self._draft is not None and count > 0:
             drafts, probabilities = self._proposal(pending, position, count)
         if self._draft is not None and drafts is not None:
-            finite = self._draft.finite
-            sound = mx.array([1]) if finite is None else finite.astype(mx.int32).reshape(1)
+            if self._draft.finite is not None:
+                sound = self._draft.finite.astype(mx.int32).reshape(1)
             self._start([drafts])  # the device drafts while the host builds the verify
             block = mx.concatenate([pending, drafts], axis=1)
         else:
@@ -338,25 +322,16 @@ class Session:
                 block, self._cache, commit=False, tap_layers=self._tap_layers
             )
             logits = self.target.logits(hidden)[0]
-            draws = sampler is not None and sampler.sampling.temperature > 0
-            if sampler is None:
-                drawn = mx.argmax(logits, axis=-1).astype(mx.int32)
-            else:
+            if sampler is not None:
                 logits = sampler.processed(logits, self._tokens_before(position, block))
-                drawn = sampler.draw(logits, position + 1)
-            if drafts is None:
-                read = mx.concatenate([mx.array([1, 0], dtype=mx.int32), drawn])
-            else:
-                agreed = drawn[:-1] == drafts[0]
-                if probabilities is not None and sampler is not None and draws:
-                    agreed, drawn = sampler.judge(logits, drafts[0], probabilities, position + 1)
-                accepted = mx.cumprod(agreed.astype(mx.int32)).sum(keepdims=True)
-                read = mx.concatenate([sound, accepted, drafts[0], drawn])
+            accepted, drawn = accept(logits, drafts, probabilities, sampler, position + 1)
+            parts = [] if drafts is None else [drafts[0]]
+            read = mx.concatenate([sound, accepted, *parts, drawn])
         except BaseException:
             self._take_back()
             raise
         drafted = 0 if drafts is None else drafts.shape[1]
-        return _Verify(
+        return Verify(
             position, drafted, read, drawn, logits, taps, choice.reason, choice.plain_steps
         )
 
@@ -369,10 +344,8 @@ class Session:
         sampler = self._sampler
         draws = sampler is not None and sampler.sampling.temperature > 0
         answer = self._draft.propose(pending, position, count, sampler if draws else None)
-        if isinstance(answer, Proposal):
-            drafts, probabilities = answer.tokens, answer.probabilities
-        else:
-            drafts, probabilities = answer, None
+        drafts = answer.tokens if isinstance(answer, Proposal) else answer
+        probabilities = answer.probabilities if isinstance(answer, Proposal) and draws else None
         fits = drafts.ndim == 2 and drafts.shape[0] == 1 and drafts.shape[1] <= count
         if not fits or drafts.dtype != mx.int32:
             raise ValueError(
@@ -388,7 +361,7 @@ class Session:
         known = mx.array(self.tokens[:position], dtype=mx.int32)
         return mx.concatenate([known, block[0].astype(mx.int32)])
 
-    def _queue_after(self, verify: _Verify) -> None:
+    def _queue_after(self, verify: Verify) -> None:
         """In plain decoding, hand the device its next step before the host reads this one."""
         verify.take_back = self._cache.snapshot()
         self._cache.commit([1])
@@ -488,25 +461,7 @@ class Session:
             )
 
 
-def costs_of(target: Target, drafter: Drafter) -> Costs:
-    """Of a round by width on this machine, cached or measured now."""
+def _measured(target: Target, drafter: Drafter) -> Costs:
     from .costs import cached_or_measured  # it measures sessions
 
     return cached_or_measured(target, drafter)
-
-
-def _token_list(tokens: Sequence[int] | mx.array, vocab_size: int) -> list[int]:
-    if isinstance(tokens, mx.array):
-        if not mx.issubdtype(tokens.dtype, mx.integer):
-            raise ValueError(f"[prefill] expected token ids but got {tokens.dtype}.")
-        tokens = cast("list[int]", tokens.reshape(-1).tolist())
-    ids = [operator.index(token) for token in tokens]
-    if not ids:
-        raise ValueError("[prefill] expected at least one token but got an empty prompt.")
-    outside = [token for token in ids if not 0 <= token < vocab_size]
-    if outside:
-        raise ValueError(
-            f"[prefill] expected token ids in 0 … {vocab_size - 1} (the target's vocabulary) "
-            f"but got {outside[0]}: is the tokenizer the target's?"
-        )
-    return ids
