@@ -395,9 +395,9 @@ def test_a_seed_draws_the_same_text_and_none_another():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--top-p", "7"], "expected top_p from 0.0 to 1.0 but got 7"),
-        (["--temperature", "-1"], "expected temperature from 0.0"),
-        (["--repetition-penalty", "-1"], "expected repetition_penalty from 0.0"),
+        (["--top-p", "7"], "expected top_p in 0 … 1 but got 7"),
+        (["--temperature", "-1"], "expected temperature of at least 0"),
+        (["--repetition-penalty", "-1"], "expected repetition_penalty of at least 0"),
     ],
 )
 def test_sampling_out_of_range_is_a_bad_option(options, message):
