@@ -278,8 +278,8 @@ def test_a_draft_model_is_a_model_as_in_mlx_lm(model, tokenizer, answer):
 def test_bad_arguments_are_refused_at_the_call(model, tokenizer, answer):
     drafter, session = ScriptedDrafter(answer), Session(Target(model))
     for arguments, message in [
-        (dict(prompt=""), "prompt of at least one token but got an empty one"),
-        (dict(prompt=[]), "prompt of at least one token but got an empty one"),
+        (dict(prompt=""), "at least one token but got an empty prompt"),
+        (dict(prompt=[]), "at least one token but got an empty prompt"),
         (dict(max_tokens=0), "max_tokens of at least 1"),
         (dict(drafter=drafter, draft_model=drafter), "drafter or draft_model but got both"),
         (dict(draft_model="small"), "a model or a dflash_native drafter but got str"),

@@ -108,9 +108,7 @@ def token_ids(operation: str, tokens: Sequence[int] | mx.array, vocab_size: int)
         except TypeError:
             raise TypeError(f"[{operation}] expected token ids but got {token!r}.") from None
     if not ids:
-        raise ValueError(
-            f"[{operation}] expected a prompt of at least one token but got an empty one."
-        )
+        raise ValueError(f"[{operation}] expected at least one token but got an empty prompt.")
     outside = [token for token in ids if not 0 <= token < vocab_size]
     if outside:
         raise ValueError(

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from ..targets import Target
 
 LOOKUP, COMBINED = "lookup", "combined"
-"""What `--draft` says for no model at all, and for the lookup beside the built-in pair's draft. With
-`--model` the other draft is named: `combined:PATH`. A folder of such a name is `./lookup`."""
+"""What `--draft` says for no model at all, and for the lookup beside the built-in pair's draft.
+With `--model` the other draft is named, `combined:PATH`. A folder of such a name is `./lookup`."""
 
 _DTYPES = {
     "float32": mx.float32,
