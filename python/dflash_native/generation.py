@@ -76,7 +76,7 @@ class GenerationResponse:
         The lower id goes first where two are equal. Raises ValueError unless `count` is 0 … V,
         TypeError unless it is an integer.
         """
-        count = integer("top_logprobs", "count", count, 0, self.logprobs.size)
+        count = integer("top_logprobs", "a count", count, 0, self.logprobs.size)
         order = mx.argsort(-self.logprobs)[:count]
         return list(zip(order.tolist(), self.logprobs[order].tolist(), strict=True))  # type: ignore
 
