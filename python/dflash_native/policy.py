@@ -5,8 +5,8 @@ chance that draft j is accepted if those before it are. They are estimated from 
 rounds, older ones counting less; the cost of a round by width is measured once. The width with most
 tokens a second wins. Plain decoding is width 1: there nothing is learnt, so drafts are tried again
 from time to time, as long as all that speculation has cost this request beyond plain decoding stays
-within a small share of it. A drafter that was asked and had nothing is asked again after a quarter of
-its silence: until then plain steps are queued ahead.
+within a small share of it. A drafter that was asked and had nothing is asked again after a quarter
+of its silence: until then plain steps are queued ahead.
 """
 
 from __future__ import annotations
