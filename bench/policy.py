@@ -15,7 +15,7 @@ from statistics import median
 
 import mlx.core as mx
 
-from dflash_native import Session, Target, load_demo
+from dflash_native import LookupDrafter, Session, Target, load_demo
 from dflash_native.costs import cached_or_measured
 from dflash_native.demo import prompts
 from dflash_native.policy import Costs, replay
@@ -110,6 +110,16 @@ class Wrong:
         return session
 
 
+class Silent(LookupDrafter):
+    """A lookup that searches every time it is asked and never finds anything."""
+
+    def begin(self, target):
+        session = super().begin(target)
+        propose = session.propose
+        session.propose = lambda *given: propose(*given)[:, :0]
+        return session
+
+
 def end_to_end(pairs: int, tokens: int) -> None:
     """Ratios of time, plain decoding and the policy in turn; plain against plain is the spread."""
     model, tokenizer, drafter = load_demo(mx.float32)
@@ -129,6 +139,7 @@ def end_to_end(pairs: int, tokens: int) -> None:
 
     cases = [(name, text, drafter) for name, text in texts.items()]
     cases.append(("adversarial", texts["prose"], Wrong(drafter)))
+    cases.append(("silent", texts["prose"], Silent()))
     print(f"{tokens} tokens, {pairs} pairs; time over that of plain decoding, median (10..90 %)")
     for name, text, proposes in cases:
         ratios, spread = [], []

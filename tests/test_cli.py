@@ -314,6 +314,22 @@ def test_a_lookup_needs_no_draft(loaded, pair, model):
     assert run(*options, *model, "--block-size", 17).exit_code == 2
 
 
+@pytest.mark.parametrize("model", [[], ["--model", demo_files.TARGET, "--dtype", "float32"]])
+def test_a_lookup_beside_another_draft(loaded, pair, model):
+    """The demo's draft, named by its folder or without a word."""
+    prompt = "[1, 2], [1, 2], [1, "
+    options = ("generate", "--prompt", prompt, "--max-tokens", 24, "--json", "--block-size", 8)
+    draft = f"combined:{demo_files.DRAFT}" if model else "combined"
+    found = {}
+    for each in (draft, "lookup", draft.removeprefix("combined:") if model else None):
+        shown = run(*options, *model, *(["--draft", each] if each else []))
+        assert shown.exit_code == 0, shown.stderr
+        found[each] = json.loads(shown.stdout)
+        assert found[each]["text"] == text_of((*pair[:2], None), prompt, max_tokens=24)
+    drafted = [each["drafted"] for each in found.values()]
+    assert drafted[0] not in drafted[1:]  # the control: it is neither of the two alone
+
+
 def test_a_language_model_drafts(pair):
     """The demo target for itself: every draft is right, four a round."""
     shown = run(
@@ -395,9 +411,9 @@ def test_a_seed_draws_the_same_text_and_none_another():
 @pytest.mark.parametrize(
     "options, message",
     [
-        (["--top-p", "7"], "expected top_p from 0.0 to 1.0 but got 7"),
-        (["--temperature", "-1"], "expected temperature from 0.0"),
-        (["--repetition-penalty", "-1"], "expected repetition_penalty from 0.0"),
+        (["--top-p", "7"], "expected top_p in 0 … 1 but got 7"),
+        (["--temperature", "-1"], "expected temperature of at least 0"),
+        (["--repetition-penalty", "-1"], "expected repetition_penalty of at least 0"),
     ],
 )
 def test_sampling_out_of_range_is_a_bad_option(options, message):

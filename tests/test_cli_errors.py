@@ -57,6 +57,34 @@ def refused(code, words, *arguments, stdin=None):
         ),
         ("--max-tokens of at least 1", ["generate", "--prompt", "x", "--max-tokens", 0]),
         ("--stop", ["generate", "--prompt", "x", "--stop", ""]),
+        ("temperature to be finite", ["generate", "--prompt", "x", "--temperature", "nan"]),
+        ("min_p to be finite", ["generate", "--prompt", "x", "--min-p", "inf"]),
+        (
+            "top_k of at most 8191 in a vocabulary of 8192 tokens but got 8192",
+            ["generate", "--prompt", "x", "--top-k", 8192],
+        ),
+        (
+            "repetition_penalty 0 (none) or in 1e-06 … 1e+06 but got 1e+38",
+            ["generate", "--prompt", "x", "--repetition-penalty", "1e38"],
+        ),
+        ("(or lookup, or combined)", ["generate", "--prompt", "x", "--draft", "combined:d"]),
+        *(
+            (
+                f"--draft combined:PATH with --model, the draft beside the lookup, but got {draft}",
+                [command, *text, "--model", "m", "--draft", draft],
+            )
+            for command, text in (
+                ("generate", ["--prompt", "x"]),
+                ("verify", []),
+                ("doctor", ["--measure"]),
+            )
+            for draft in ("combined", "combined:", "combined:lookup")
+        ),
+        ("--context only with --measure", ["doctor", "--context", 64]),
+        ("--model only with --measure", ["doctor", "--model", "m", "--draft", "d"]),
+        ("--draft only with --measure", ["doctor", "--draft", "lookup"]),
+        ("--draft with --model but got none", ["doctor", "--measure", "--model", "m"]),
+        ("--draft only with --model", ["doctor", "--measure", "--draft", "d"]),
         ("--prompts in 1 … 20 but got 21", ["demo", "--prompts", 21]),
         ("--prompts in 1 … 20 but got 0", ["demo", "--prompts", 0]),
         ("--max-tokens of at least 1 but got -1", ["demo", "--max-tokens", -1]),

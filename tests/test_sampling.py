@@ -374,37 +374,3 @@ def test_logits_of_a_round_are_processed_and_not_filtered(hybrid):
     a, b = plain.round().logits[0], biased.round().logits[0]
     assert mx.all(mx.isfinite(a)) and abs((b - a)[4].item() - 5.0) < 1e-5
     assert mx.array_equal(a[:4], b[:4])
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"temperature": -1}, "temperature from 0.0 to inf but got -1"),
-        ({"temperature": float("nan")}, "temperature from 0.0"),
-        ({"top_p": 1.5}, "top_p from 0.0 to 1.0 but got 1.5"),
-        ({"min_p": -0.1}, "min_p from 0.0 to 1.0"),
-        ({"top_k": -2}, "top_k from 0"),
-        ({"top_k": 2.5}, "top_k to be an integer but got 2.5"),
-        ({"min_tokens_to_keep": 0}, "min_tokens_to_keep from 1"),
-        ({"repetition_penalty": -1.0}, "repetition_penalty from 0.0"),
-        ({"presence_context_size": 0}, "presence_context_size from 1"),
-        ({"presence_context_size": 2.5}, "presence_context_size to be an integer"),
-        ({"logit_bias": {3: float("nan")}}, "logit_bias of token ids with finite numbers or -inf"),
-        ({"logit_bias": {3: float("inf")}}, "logit_bias of token ids"),
-        ({"logit_bias": {"3": 1.0}}, "logit_bias of token ids"),
-    ],
-)
-def test_values_out_of_range_are_refused(options, message):
-    with pytest.raises(ValueError, match=rf"^\[Sampling\] expected {message}"):
-        Sampling(**options)
-
-
-def test_what_does_not_fit_the_vocabulary_is_refused(hybrid):
-    for options, message in (
-        ({"temperature": 1.0, "top_k": VOCAB}, f"top_k below the vocabulary's {VOCAB} tokens"),
-        ({"logit_bias": {VOCAB: 1.0}}, f"logit_bias for ids in 0 … {VOCAB - 1} but got {VOCAB}"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Session(hybrid, sampling=Sampling(**options))
-    with pytest.raises(TypeError, match="expected a Sampling but got dict"):
-        Session(hybrid, sampling={"temperature": 1.0})

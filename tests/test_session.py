@@ -367,7 +367,7 @@ def test_ctrl_c_at_random_moments_of_a_round(hybrid, speculative):
 class Interrupt:
     """Raises KeyboardInterrupt at the n-th call or return in the session's own code."""
 
-    files = ("native/session.py", "native/cache.py", "native/rounds.py")
+    files = ("native/session.py", "native/cache.py", "native/rounds.py", "native/block.py")
 
     def __init__(self, at):
         self.at, self.seen = at, 0

@@ -17,6 +17,7 @@ import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx.utils import tree_flatten
 
+from .drafters.config import DFlashConfig
 from .drafters.protocol import Drafter, DraftSession, Proposal, TargetLike
 from .policy import Costs
 from .sampling import Sampler
@@ -148,11 +149,15 @@ def keep(target: Target, drafter: Drafter, context: int, row: Mapping[int, float
         path.parent.mkdir(parents=True, exist_ok=True)
         known = _read(path)
         known[key] = _rows(known.get(key)) | {context: dict(row)}
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
+        file = tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False)
+    except OSError:
+        return
+    try:
+        with file:
             file.write(json.dumps(known, indent=1))
         os.replace(file.name, path)
     except OSError:
-        pass
+        Path(file.name).unlink(missing_ok=True)
 
 
 def fingerprint(target: Target, drafter: Drafter) -> str:
@@ -161,22 +166,46 @@ def fingerprint(target: Target, drafter: Drafter) -> str:
 
     info = build_info()
     parts = [
-        _shapes(target.model),
-        _shapes(getattr(drafter, "model", None)),
-        type(drafter).__name__,
-        drafter.max_drafts,
-        target.exact,
+        _described(target),
+        _described(drafter),
         os.cpu_count(),
         [info[name] for name in ("backend", "device", "kernels", "environment", "versions")],
     ]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:16]
 
 
-def _shapes(model: object) -> list[str]:
-    if not isinstance(model, Module):
-        return []
-    arrays = cast("list[tuple[str, mx.array]]", tree_flatten(model.parameters()))
-    return [f"{name} {array.shape} {array.dtype}" for name, array in arrays]
+def _described(part: object, around: tuple[int, ...] = ()) -> object:
+    """A target, a model or a drafter, as far as a cost depends on it; None for anything else.
+
+    Of a drafter these are its class, its public numbers and words, and each drafter, target and
+    model in it. What changes from round to round belongs in its `DraftSession`.
+    """
+    if id(part) in around or isinstance(part, int | float | str | bytes | mx.array):
+        return None
+    inside = (*around, id(part))
+    if isinstance(part, Target):
+        return ["exact" if part.exact else "stock", _described(part.model, inside)]
+    if isinstance(part, Module):
+        arrays = cast("list[tuple[str, mx.array]]", tree_flatten(part.parameters()))
+        return [_class(part), [f"{name} {array.shape} {array.dtype}" for name, array in arrays]]
+    if isinstance(part, DFlashConfig):
+        return repr(part)
+    if isinstance(part, list | tuple | dict):
+        values = part.values() if isinstance(part, dict) else part
+        return [found for each in values if (found := _described(each, inside))]
+    if not isinstance(part, Drafter):
+        return None
+    rows: list[object] = [_class(part), part.max_drafts, part.tap_layers, part.context_rows]
+    for name, value in getattr(part, "__dict__", {}).items():
+        if isinstance(value, int | float | str) and not name.startswith("_"):
+            rows.append([name, value])
+        elif found := _described(value, inside):
+            rows.append([name, found])
+    return rows
+
+
+def _class(part: object) -> str:
+    return f"{type(part).__module__}.{type(part).__qualname__}"
 
 
 def kept() -> dict[str, dict[int, dict[int, float]]]:

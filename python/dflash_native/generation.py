@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import operator
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ._arguments import integer, token_ids
 from .drafters import AutoregressiveDrafter
 from .drafters.protocol import Drafter
-from .sampling import LogitsProcessor, Sampling
+from .sampling import LogitsProcessor, Sampling, check_processors
 from .session import Round, Session, Stats
 from .stopping import StopRules, TextStream
 from .targets import Prefill, Target
@@ -73,12 +73,10 @@ class GenerationResponse:
     def top_logprobs(self, count: int) -> list[tuple[int, float]]:
         """The `count` most probable tokens with their log probabilities, best first.
 
-        The lower id goes first where two are equal. Raises ValueError unless `count` is 0 … V.
+        The lower id goes first where two are equal. Raises ValueError unless `count` is 0 … V,
+        TypeError unless it is an integer.
         """
-        if not 0 <= count <= self.logprobs.size:
-            raise ValueError(
-                f"[top_logprobs] expected a count in 0 … {self.logprobs.size} but got {count}."
-            )
+        count = integer("top_logprobs", "a count", count, 0, self.logprobs.size)
         order = mx.argsort(-self.logprobs)[:count]
         return list(zip(order.tolist(), self.logprobs[order].tolist(), strict=True))  # type: ignore
 
@@ -128,11 +126,13 @@ def stream_generate(
     Whatever ends the loop (an end token, a stop string, the budget, an exception or a `close()` of
     this generator), the session ends just before the last delivered token, which is pending.
 
-    Raises ValueError for an argument of mlx-lm's that is refused (`REFUSED` says why), TypeError
-    for an unknown one.
+    Raises ValueError for an argument of mlx-lm's that is refused (`REFUSED` says why) and for a
+    value out of range, TypeError for an unknown argument and for a value of another kind.
     """
     _check_others(others)
     tokenizer = _wrapped(tokenizer)
+    if num_draft_tokens is not None:
+        num_draft_tokens = integer("generate", "num_draft_tokens", num_draft_tokens, 1)
     if draft_model is not None:
         if drafter is not None:
             raise ValueError("[generate] expected drafter or draft_model but got both.")
@@ -169,11 +169,11 @@ def stream_generate(
             exact=True if exact is None else exact,
             prefill="fast" if prefill is None else prefill,
         )
-    stops = [stop] if isinstance(stop, str) else list(stop)
-    if not all(stops):
-        raise ValueError("[generate] expected stop texts but got an empty one.")
+    stops = _stop_texts(stop)
     rules = StopRules(tokenizer.eos_token_ids, TextStream(tokenizer.detokenizer, stops), max_tokens)
-    ids = _prompt_ids(tokenizer, prompt)
+    ids = _prompt_ids(tokenizer, prompt, target.vocab_size)
+    if logits_processors is not None:
+        check_processors("generate", logits_processors)
     own = session is None
     if session is not None:
         if sampling is not None:
@@ -307,18 +307,27 @@ def _wrapped(tokenizer: Any) -> TokenizerWrapper:
     return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
 
 
-def _prompt_ids(tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array) -> list[int]:
-    if isinstance(prompt, str):
-        bos = tokenizer.bos_token
-        special = bos is None or not prompt.startswith(bos)
-        ids: list[int] = tokenizer.encode(prompt, add_special_tokens=special)
-    elif isinstance(prompt, mx.array):
-        ids = cast("list[int]", prompt.reshape(-1).tolist())
-    else:
-        ids = [operator.index(token) for token in prompt]
-    if not ids:
-        raise ValueError("[generate] expected a prompt of at least one token but got an empty one.")
-    return ids
+def _prompt_ids(
+    tokenizer: TokenizerWrapper, prompt: str | Sequence[int] | mx.array, vocab_size: int
+) -> list[int]:
+    if not isinstance(prompt, str):
+        return token_ids("generate", prompt, vocab_size)
+    bos = tokenizer.bos_token
+    special = bos is None or not prompt.startswith(bos)
+    ids: list[int] = tokenizer.encode(prompt, add_special_tokens=special)
+    return token_ids("generate", ids, vocab_size)
+
+
+def _stop_texts(stop: str | Sequence[str]) -> list[str]:
+    if not isinstance(stop, str | Sequence):
+        raise TypeError(f"[generate] expected stop texts but got {stop!r}.")
+    texts = [stop] if isinstance(stop, str) else list(stop)
+    for text in texts:
+        if not isinstance(text, str):
+            raise TypeError(f"[generate] expected stop texts but got {text!r}.")
+        if not text:
+            raise ValueError("[generate] expected stop texts but got an empty one.")
+    return texts
 
 
 def _logprobs(result: Round) -> mx.array:

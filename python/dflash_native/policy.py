@@ -5,7 +5,8 @@ chance that draft j is accepted if those before it are. They are estimated from 
 rounds, older ones counting less; the cost of a round by width is measured once. The width with most
 tokens a second wins. Plain decoding is width 1: there nothing is learnt, so drafts are tried again
 from time to time, as long as all that speculation has cost this request beyond plain decoding stays
-within a small share of it.
+within a small share of it. A drafter that was asked and had nothing is asked again after a quarter
+of its silence: until then plain steps are queued ahead.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+from ._arguments import integer
 
 EXCESS = 0.02
 """The share of plain decoding's time that attempts may cost a request in the long run."""
@@ -30,6 +33,10 @@ _PRIOR_TRIALS = 2.0
 _RETRY = 2
 """Plain rounds before the first attempt to draft again; doubled by each that fails."""
 _LONGEST_RETRY = 32
+_SILENCE = 4
+"""A drafter that had nothing is asked again after one plain round for so many tokens of silence."""
+_LONGEST_PAUSE = 16
+"""Most of those rounds: asking costs no more than a plain step that was not queued ahead."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,8 @@ class Choice:
     width: int
     reason: str
     """"rate": its expected rate is best; "attempt": drafts are tried again; "budget": attempts have
-    cost enough; "fixed": there was nothing to choose."""
+    cost enough; "empty": asked for drafts, the drafter had none; "fixed": there was nothing to
+    choose."""
     plain_steps: int = 0
     """So many rounds, this one among them, will be plain."""
 
@@ -86,16 +94,22 @@ class WidthPolicy:
         self._plain = 0.0
         """Seconds of plain steps for all tokens so far."""
         self._wait, self._retry = 0, _RETRY
+        self._silent = False
+        """Whether the drafter had nothing when it was last asked."""
         self._undrafted = 0
         """Tokens since the last draft."""
 
     def choose(self, context: int, limit: int | None = None) -> Choice:
-        """The width of the next round, at most `limit`."""
+        """The width of the next round, at most `limit`, which is 1 or more."""
+        if limit is not None:
+            limit = integer("choose", "limit", limit, 1)
         costs = self._costs.at(context)
         largest = self._largest if limit is None else min(self._largest, limit)
         widths = [w for w in sorted(costs) if w <= largest]
         if len(widths) == 1:
             return Choice(1, "fixed")
+        if self._silent and self._wait > 0:
+            return Choice(1, "empty", self._wait)
         rates = {w: self.expected(w) / costs[w] for w in widths}
         best = max(widths, key=rates.__getitem__)
         if best > 1:
@@ -113,15 +127,32 @@ class WidthPolicy:
             return choice
         return Choice(1, "budget", math.ceil(over / (EXCESS * plain)))
 
-    def record(self, context: int, drafted: int, accepted: int) -> None:
-        """What a round came to that began at `context`."""
+    def unanswered(self) -> Choice:
+        """What a round becomes for which drafts were asked and none came: plain, as the ones after
+        it until they are asked for again.
+        """
+        return Choice(1, "empty", 1 + self._pause())
+
+    def _pause(self) -> int:
+        """Plain rounds before a drafter that has just had nothing is asked again."""
+        return min(self._undrafted // _SILENCE, _LONGEST_PAUSE)
+
+    def record(self, context: int, drafted: int, accepted: int, reason: str = "") -> None:
+        """What a round came to that began at `context`, and its choice's `reason`.
+
+        One that was left `unanswered` is a failed attempt: a longer silence, a longer pause.
+        """
         tokens, width = accepted + 1, drafted + 1
         plain = self._costs.at(context)[1]
         self._plain += tokens * plain
         if drafted == 0:
-            self._wait = max(0, self._wait - 1)
+            if reason == "empty" and self._wait == 0:
+                self._silent, self._wait = True, self._pause()
+            else:
+                self._wait = max(0, self._wait - 1)
             self._undrafted += tokens
             return
+        self._silent = False
         spent = self._costs.of(context, width)
         self._excess = max(self._excess + spent - tokens * plain, -CREDIT * plain)
         decay = _DECAY * _FADE**self._undrafted

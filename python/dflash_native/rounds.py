@@ -43,7 +43,8 @@ class Stats:
     choices: dict[str, int] = field(default_factory=dict)
     """Rounds by width and the reason for it, as in {"8 rate": 12, "1 budget": 3}. "fixed": nothing
     was chosen; "rate": most tokens a second; "attempt": drafts tried again after plain steps;
-    "budget": plain because earlier attempts have cost enough."""
+    "budget": plain because earlier attempts have cost enough; "empty": plain because the drafter,
+    in this round or a few before it, was asked and had nothing."""
     synchronisations: int = 0
     """Times that the host waited for the device in a round."""
 

@@ -14,10 +14,12 @@ import secrets
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, SupportsFloat
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, make_logits_processors
+
+from ._arguments import integer, number
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 """mlx-lm's: `(tokens [n], logits [1, V])` to logits, a function of these two and nothing else."""
@@ -34,12 +36,34 @@ _COLUMNS = 64
 _LARGEST = 1e37
 """Of factors, so that no product of one with infinity is anything else."""
 
+_LARGEST_BIAS = 1e30
+_MILDEST = 1e-6
+"""Of biases and penalties: within these bounds no sum or product of them leaves fp32."""
+
+_NUMBERS = (
+    ("temperature", 0.0, math.inf),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("repetition_penalty", 0.0, math.inf),
+    ("presence_penalty", -_LARGEST_BIAS, _LARGEST_BIAS),
+    ("frequency_penalty", -_LARGEST_BIAS, _LARGEST_BIAS),
+)
+_INTEGERS = (
+    ("min_tokens_to_keep", 1),
+    ("top_k", 0),
+    ("repetition_context_size", 1),
+    ("presence_context_size", 1),
+    ("frequency_context_size", 1),
+)
+"""The fields of a `Sampling` and their ranges."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
     """How tokens are chosen; names and meaning as in mlx-lm, and the defaults are greedy decoding.
 
-    Raises ValueError for a value out of range.
+    numpy's scalars are taken as Python's. Raises ValueError for a value out of range, TypeError for
+    one of another kind.
     """
 
     temperature: float = 0.0
@@ -53,6 +77,7 @@ class Sampling:
     top_k: int = 0
     """Keep so many of the most probable tokens; 0 keeps all."""
     repetition_penalty: float | None = None
+    """Divides positive logits of recent tokens and multiplies negative ones; 0 is none at all."""
     repetition_context_size: int = 20
     presence_penalty: float | None = None
     presence_context_size: int = 20
@@ -66,42 +91,25 @@ class Sampling:
     """Of the noise; None takes a fresh one for each session."""
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("temperature", 0.0, math.inf),
-            ("top_p", 0.0, 1.0),
-            ("min_p", 0.0, 1.0),
-            ("min_tokens_to_keep", 1, math.inf),
-            ("top_k", 0, math.inf),
-            ("repetition_penalty", 0.0, math.inf),
-            ("presence_penalty", -math.inf, math.inf),
-            ("frequency_penalty", -math.inf, math.inf),
-            ("repetition_context_size", 1, math.inf),
-            ("presence_context_size", 1, math.inf),
-            ("frequency_context_size", 1, math.inf),
-        ):
+        def take(name: str, value: object) -> None:
+            object.__setattr__(self, name, value)  # a numpy scalar becomes Python's
+
+        for name, low, high in _NUMBERS:
             value = getattr(self, name)
-            if value is not None and not (low <= value <= high and math.isfinite(value)):
-                raise ValueError(
-                    f"[Sampling] expected {name} from {low} to {high} but got {value}."
-                )
-        bias = self.logit_bias or {}
-        for token, value in bias.items():
-            if not isinstance(token, int) or not (abs(value) < 1e30 or value == -math.inf):
-                raise ValueError(
-                    "[Sampling] expected logit_bias of token ids with finite numbers or -inf "
-                    f"but got {token!r}: {value!r}."
-                )
-        for name in (
-            "top_k",
-            "min_tokens_to_keep",
-            "repetition_context_size",
-            "presence_context_size",
-            "frequency_context_size",
-        ):
-            if not isinstance(getattr(self, name), int):
-                raise ValueError(
-                    f"[Sampling] expected {name} to be an integer but got {getattr(self, name)!r}."
-                )
+            if value is not None or name in ("temperature", "top_p", "min_p"):
+                take(name, number("Sampling", name, value, low, high))
+        if self.repetition_penalty and not _MILDEST <= self.repetition_penalty <= 1 / _MILDEST:
+            raise ValueError(
+                f"[Sampling] expected repetition_penalty 0 (none) or in {_MILDEST:g} … "
+                f"{1 / _MILDEST:g} but got {self.repetition_penalty:g}."
+            )
+        for name, least in _INTEGERS:
+            take(name, integer("Sampling", name, getattr(self, name), least))
+        if self.seed is not None:
+            take("seed", integer("Sampling", "seed", self.seed))
+        if self.logit_bias is not None:
+            take("logit_bias", _bias(self.logit_bias))
+        check_processors("Sampling", self.logits_processors)
 
     @property
     def is_argmax(self) -> bool:
@@ -116,16 +124,21 @@ class Sampler:
 
     def __init__(self, sampling: Sampling, vocab_size: int) -> None:
         """Raises ValueError where a filter does not fit the vocabulary."""
-        if sampling.top_k >= vocab_size:
-            raise ValueError(
-                f"[Sampling] expected top_k below the vocabulary's {vocab_size} tokens "
-                f"but got {sampling.top_k}."
-            )
+        for name, most in (("top_k", vocab_size - 1), ("min_tokens_to_keep", vocab_size)):
+            if getattr(sampling, name) > most:
+                raise ValueError(
+                    f"[Sampling] expected {name} of at most {most} in a vocabulary of {vocab_size} "
+                    f"tokens but got {getattr(sampling, name)}."
+                )
         outside = [token for token in sampling.logit_bias or () if not 0 <= token < vocab_size]
         if outside:
             raise ValueError(
                 f"[Sampling] expected logit_bias for ids in 0 … {vocab_size - 1} "
                 f"but got {outside[0]}."
+            )
+        if list((sampling.logit_bias or {}).values()).count(-math.inf) == vocab_size:
+            raise ValueError(
+                "[Sampling] expected logit_bias to leave a token but got -inf for all."
             )
         self.sampling = sampling
         self.seed = secrets.randbits(64) if sampling.seed is None else sampling.seed
@@ -161,8 +174,8 @@ class Sampler:
         for i in range(count):
             row, before = logits[i : i + 1], tokens[: tokens.shape[0] - (count - 1 - i)]
             for processor in self._processors:
-                row = processor(before, row)
-            rows.append(row)
+                row = _checked(processor, processor(before, row), logits.shape[1])
+            rows.append(row.astype(mx.float32))
         return mx.concatenate(rows)
 
     def scores(self, logits: mx.array) -> mx.array:
@@ -170,6 +183,13 @@ class Sampler:
         filter removed. `logits [R, V]` fp32, processed. At a temperature above 0.
         """
         return self._scores(logits)[:, : logits.shape[1]]
+
+    def tempered(self, scores: mx.array) -> mx.array:
+        """`scores [..., n]` over the temperature, the best one 0, so that no temperature is too low
+        or too high.
+        """
+        scale = min(max(1 / self.sampling.temperature, 1 / _LARGEST), _LARGEST)
+        return (scores - scores.max(axis=-1, keepdims=True)) * scale
 
     def draw(self, logits: mx.array, position: int, use: str = "token") -> mx.array:
         """Tokens int32 `[R]` for the positions `position … position + R - 1`.
@@ -227,7 +247,7 @@ class Sampler:
         rest = mx.where(rest.sum(axis=-1, keepdims=True) > 0, rest, target[:count])
         tokens = [self._noisy_argmax(mx.log(rest), position, "residual")] if count else []
         tokens.append(self._noisy_argmax(scores[count:], position + count, "token"))
-        return uniform * theirs < ours, mx.concatenate(tokens)
+        return (uniform * theirs < ours) & (ours > 0), mx.concatenate(tokens)
 
     def _scores(self, logits: mx.array) -> mx.array:
         """As `scores`, padded."""
@@ -240,10 +260,7 @@ class Sampler:
             scores = apply_min_p(scores, chosen.min_p, chosen.min_tokens_to_keep)
         if chosen.top_k:
             scores = apply_top_k(scores, chosen.top_k)
-        # From the best one on, so that no temperature is too low.
-        best = scores.max(axis=-1, keepdims=True)
-        scale = min(max(1 / chosen.temperature, 1 / _LARGEST), _LARGEST)
-        return (scores - best) * scale
+        return self.tempered(scores)
 
     def _noisy_argmax(self, scores: mx.array, position: int, use: str) -> mx.array:
         return mx.argmax(scores + self.noise(scores, position, use), axis=-1).astype(mx.int32)
@@ -257,6 +274,47 @@ class Sampler:
                 struct.unpack("<II", hashlib.blake2b(text.encode(), digest_size=8).digest())
             )
         return mx.array(words, dtype=mx.uint32)
+
+
+def check_processors(operation: str, processors: object) -> None:
+    """Raises TypeError for anything but a list of callables."""
+    wrong: list[object] = [processors]
+    if isinstance(processors, Sequence) and not isinstance(processors, str):
+        wrong = [each for each in processors if not callable(each)]
+    if wrong:
+        raise TypeError(
+            f"[{operation}] expected logits_processors to be a list of callables "
+            f"but got {type(wrong[0]).__name__}."
+        )
+
+
+def _bias(bias: object) -> dict[int, float]:
+    """A `logit_bias` with Python's numbers."""
+    if not isinstance(bias, Mapping):
+        raise TypeError(
+            f"[Sampling] expected logit_bias to be a mapping but got {type(bias).__name__}."
+        )
+    found = {}
+    for key, value in bias.items():
+        token = integer("Sampling", "logit_bias's token ids", key)
+        if isinstance(value, SupportsFloat) and float(value) == -math.inf:
+            found[token] = -math.inf
+        else:
+            name = f"logit_bias[{token}], unless it is -inf,"
+            found[token] = number("Sampling", name, value, -_LARGEST_BIAS, _LARGEST_BIAS)
+    return found
+
+
+def _checked(processor: LogitsProcessor, row: object, vocab_size: int) -> mx.array:
+    """What `processor` gave, if it is one row of logits."""
+    if isinstance(row, mx.array) and row.shape == (1, vocab_size):
+        return row
+    name = getattr(processor, "__name__", type(processor).__name__)
+    given = row.shape if isinstance(row, mx.array) else type(row).__name__
+    raise ValueError(
+        f"[Sampling] expected logits (1, {vocab_size}) from the logits processor {name} "
+        f"but got {given}."
+    )
 
 
 def _padded(rows: mx.array, value: float) -> mx.array:

@@ -13,39 +13,22 @@ last emitted token, which is pending.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import TracebackType
 from typing import Literal, cast
 
 import mlx.core as mx
 
+from ._arguments import integer, token_ids
+from .block import Drafts, Verify, accept, drafts_of
 from .cache import Cache
-from .drafters.protocol import Drafter, Proposal
+from .drafters.protocol import Drafter
 from .policy import Choice, Costs, WidthPolicy
 from .rounds import Round, Stats
 from .sampling import Sampler, Sampling
 from .targets import Target
-
-
-@dataclass
-class _Verify:
-    """A verify on its way: what the host will read, and what a commit of its inputs needs."""
-
-    position: int
-    drafted: int
-    read: mx.array
-    drawn: mx.array
-    logits: mx.array
-    taps: mx.array | None
-    reason: str = "fixed"
-    """Why it has this width."""
-    plain_steps: int = 0
-    """So many rounds from this one on are plain, whatever they bring."""
-    take_back: Callable[[], None] | None = None
-    """In plain decoding, once the next step is queued: undoes this one, unless it was read."""
 
 
 class Session:
@@ -81,23 +64,26 @@ class Session:
             raise TypeError(f"[Session] expected a Target but got {type(target).__name__}.")
         if drafter is not None and not isinstance(drafter, Drafter):
             raise TypeError(f"[Session] expected a drafter but got {type(drafter).__name__}.")
-        largest = 1 if drafter is None else drafter.max_drafts + 1
-        auto = block_size == "auto"
+        largest = 1
+        if drafter is not None:
+            largest += integer("Session", "the drafter's max_drafts", drafter.max_drafts, 1)
+        auto = isinstance(block_size, str) and block_size == "auto"
         if isinstance(block_size, str) and not auto:
             raise ValueError(
                 f'[Session] expected block_size "auto" or a number but got {block_size!r}.'
             )
         if block_size is None or isinstance(block_size, str):
             block_size = largest
+        block_size = integer("Session", "block_size", block_size)
         if not 1 <= block_size <= largest:
             raise ValueError(
                 f"[Session] expected block_size in 1 … {largest} "
                 f"({'no drafter' if drafter is None else 'the block of the drafter'}) "
                 f"but got {block_size}."
             )
-        if prefill_step_size < 1:
-            raise ValueError(
-                f"[Session] expected prefill_step_size of at least 1 but got {prefill_step_size}."
+        if costs is not None and not isinstance(costs, Costs):
+            raise TypeError(
+                f"[Session] expected costs of type Costs but got {type(costs).__name__}."
             )
         self.target = target
         self.drafter = drafter
@@ -105,7 +91,7 @@ class Session:
         self.tokens: list[int] = []
         """Committed, the pending one last."""
         self.stats = Stats()
-        self._prefill_step = prefill_step_size
+        self._prefill_step = integer("Session", "prefill_step_size", prefill_step_size, 1)
         draft = None if drafter is None else drafter.begin(target)
         self._draft = draft if block_size > 1 else None  # blocks of one are plain decoding
         self._tap_layers = () if self._draft is None or drafter is None else drafter.tap_layers
@@ -116,15 +102,15 @@ class Session:
         """Taps of rounds and their positions, until the draft gets those that were kept."""
         self._told = 0
         """Of `tokens`, those that the draft has observed."""
-        self._in_flight: list[_Verify] = []
-        self._finishing: tuple[_Verify, list[int], list[int], Stats] | None = None
+        self._in_flight: list[Verify] = []
+        self._finishing: tuple[Verify, list[int], list[int], Stats] | None = None
         """A round that was read: its verify, its tokens, `tokens` before it, `stats` after it."""
         self._closed = False
         self._broken: str | None = None
         self.sampling = sampling
         self._policy: WidthPolicy | None = None
         if auto and self._draft is not None and drafter is not None:
-            self._policy = WidthPolicy(costs or costs_of(target, drafter), block_size)
+            self._policy = WidthPolicy(costs or _measured(target, drafter), block_size)
 
     def __enter__(self) -> Session:
         return self
@@ -174,7 +160,7 @@ class Session:
         the session holds the part that was done.
         """
         self._check_open()
-        new = _token_list(tokens, self.target.vocab_size)
+        new = token_ids("prefill", tokens, self.target.vocab_size)
         self._settle()
         feed = self.tokens[-1:] + new
         kept = self.tokens[:-1]
@@ -219,8 +205,8 @@ class Session:
         self._check_open()
         if not self.tokens:
             raise ValueError("[Session] expected a prefill before the first round.")
-        if limit is not None and limit < 1:
-            raise ValueError(f"[Session] expected a limit of at least 1 but got {limit}.")
+        if limit is not None:
+            limit = integer("Session", "limit", limit, 1)
         if not self._in_flight:
             choice = self._choose(limit)
             self._settle(feed=choice.width > 1)
@@ -228,25 +214,19 @@ class Session:
             self._in_flight.append(self._launch(pending, choice))
         verify = self._in_flight[0]
         try:
-            goes_on = self._draft is None or verify.plain_steps > 1
+            goes_on = self._draft is None or verify.choice.plain_steps > 1
             if goes_on and limit != 1 and verify.take_back is None:
                 self._queue_after(verify)
-            sound, accepted, *rest = self._read(verify.read)
-            if not sound:
-                raise ValueError(
-                    "[Session] expected finite draft logits in the first block but got NaN or "
-                    "infinity: the draft's weights or its dtype are broken."
-                )
+            result = verify.outcome(self._read(verify.read))
         except BaseException:
             self._drop_in_flight()
             raise
-        drafts, drawn = rest[: verify.drafted], rest[verify.drafted :]
-        tokens = drafts[:accepted] + drawn[accepted : accepted + 1]
-        result = Round(tokens, drafts, accepted, verify.logits[: accepted + 1])
-        stats = self.stats.counted(verify.drafted, accepted, verify.reason)
+        stats = self.stats.counted(verify.drafted, result.accepted, verify.choice.reason)
         if self._policy is not None:
-            self._policy.record(verify.position, verify.drafted, accepted)
-        self._finishing = verify, tokens, self.tokens, stats
+            self._policy.record(
+                verify.position, verify.drafted, result.accepted, verify.choice.reason
+            )
+        self._finishing = verify, result.tokens, self.tokens, stats
         try:
             self._finish()
         except BaseException:  # Ctrl-C: the round is over, so it is finished all the same
@@ -275,6 +255,7 @@ class Session:
         The caches then end just before the last kept token, which is pending. Raises ValueError
         unless `count` is 1 … the tokens that the last round emitted.
         """
+        count = integer("Session", "rewind's count", count)
         emitted = 0 if self._round_start is None else len(self.tokens) - self._round_start
         if not 1 <= count <= emitted:
             raise ValueError(
@@ -317,69 +298,43 @@ class Session:
             return self._policy.choose(self._cache.lengths[0], limit)
         return Choice(self.block_size if limit is None else min(self.block_size, limit), "fixed")
 
-    def _launch(self, pending: mx.array, choice: Choice) -> _Verify:
+    def _launch(self, pending: mx.array, choice: Choice) -> Verify:
         """Build one verify, lazily: `pending [1, 1]` and drafts after it."""
-        count = choice.width - 1
+        asked = 0 if self._draft is None else choice.width - 1
         position = self._cache.lengths[0]
-        sampler, drafts, probabilities = self._sampler, None, None
-        if self._draft is not None and count > 0:
-            drafts, probabilities = self._proposal(pending, position, count)
-        if self._draft is not None and drafts is not None:
-            finite = self._draft.finite
-            sound = mx.array([1]) if finite is None else finite.astype(mx.int32).reshape(1)
-            self._start([drafts])  # the device drafts while the host builds the verify
-            block = mx.concatenate([pending, drafts], axis=1)
+        sampler = self._sampler
+        drafts = self._drafts(pending, position, asked) if asked else None
+        if drafts is not None:
+            self._start([drafts.tokens])  # the device drafts while the host builds the verify
+            block = mx.concatenate([pending, drafts.inputs], axis=1)
+            parts, drafted = [drafts.sound], [drafts.tokens[0]]
         else:
-            block = pending
-            if self._draft is not None and (self._policy is None or count > 0):
+            block, parts, drafted = pending, [mx.array([1, 1])], []
+            if self._draft is not None and (self._policy is None or asked):
                 self._start(self._draft.arrays())  # no proposal reaches its context
+            if self._policy is not None and asked:
+                choice = self._policy.unanswered()
         try:
             hidden, taps = self.target.forward(
                 block, self._cache, commit=False, tap_layers=self._tap_layers
             )
             logits = self.target.logits(hidden)[0]
-            draws = sampler is not None and sampler.sampling.temperature > 0
-            if sampler is None:
-                drawn = mx.argmax(logits, axis=-1).astype(mx.int32)
-            else:
+            if sampler is not None:
                 logits = sampler.processed(logits, self._tokens_before(position, block))
-                drawn = sampler.draw(logits, position + 1)
-            if drafts is None:
-                read = mx.concatenate([mx.array([1, 0], dtype=mx.int32), drawn])
-            else:
-                agreed = drawn[:-1] == drafts[0]
-                if probabilities is not None and sampler is not None and draws:
-                    agreed, drawn = sampler.judge(logits, drafts[0], probabilities, position + 1)
-                accepted = mx.cumprod(agreed.astype(mx.int32)).sum(keepdims=True)
-                read = mx.concatenate([sound, accepted, drafts[0], drawn])
+            accepted, drawn = accept(logits, drafts, sampler, position + 1)
+            read = mx.concatenate([*parts, accepted, *drafted, drawn])
         except BaseException:
             self._take_back()
             raise
-        drafted = 0 if drafts is None else drafts.shape[1]
-        return _Verify(
-            position, drafted, read, drawn, logits, taps, choice.reason, choice.plain_steps
-        )
+        return Verify(position, block.shape[1] - 1, read, drawn, logits, taps, choice)
 
-    def _proposal(
-        self, pending: mx.array, position: int, count: int
-    ) -> tuple[mx.array | None, mx.array | None]:
-        """Drafts int32 `[1, n]`, None for a plain step, and what they were drawn from, if drawn."""
+    def _drafts(self, pending: mx.array, position: int, count: int) -> Drafts | None:
+        """What the draft proposes, at most `count`; None for a plain step."""
         assert self._draft is not None
         self._tell_draft()
-        sampler = self._sampler
-        draws = sampler is not None and sampler.sampling.temperature > 0
-        answer = self._draft.propose(pending, position, count, sampler if draws else None)
-        if isinstance(answer, Proposal):
-            drafts, probabilities = answer.tokens, answer.probabilities
-        else:
-            drafts, probabilities = answer, None
-        fits = drafts.ndim == 2 and drafts.shape[0] == 1 and drafts.shape[1] <= count
-        if not fits or drafts.dtype != mx.int32:
-            raise ValueError(
-                f"[Session] expected drafts int32 (1, n) with n in 0 … {count} "
-                f"but the drafter gave {drafts.dtype} {drafts.shape}."
-            )
-        return (None, None) if drafts.shape[1] == 0 else (drafts, probabilities)
+        draws = self._sampler is not None and self._sampler.sampling.temperature > 0
+        answer = self._draft.propose(pending, position, count, self._sampler if draws else None)
+        return drafts_of(self._draft, answer, count, self.target.vocab_size, draws)
 
     def _tokens_before(self, position: int, block: mx.array) -> mx.array | None:
         """int32 `[position + n]`: the committed tokens up to `position`, and `block [1, n]`."""
@@ -388,12 +343,12 @@ class Session:
         known = mx.array(self.tokens[:position], dtype=mx.int32)
         return mx.concatenate([known, block[0].astype(mx.int32)])
 
-    def _queue_after(self, verify: _Verify) -> None:
+    def _queue_after(self, verify: Verify) -> None:
         """In plain decoding, hand the device its next step before the host reads this one."""
         verify.take_back = self._cache.snapshot()
         self._cache.commit([1])
-        steps = max(0, verify.plain_steps - 1)
-        queued = self._launch(verify.drawn[None], Choice(1, verify.reason, steps))
+        steps = max(0, verify.choice.plain_steps - 1)
+        queued = self._launch(verify.drawn[None], Choice(1, verify.choice.reason, steps))
         self._in_flight.append(queued)
         self._start([queued.read])
 
@@ -488,25 +443,7 @@ class Session:
             )
 
 
-def costs_of(target: Target, drafter: Drafter) -> Costs:
-    """Of a round by width on this machine, cached or measured now."""
+def _measured(target: Target, drafter: Drafter) -> Costs:
     from .costs import cached_or_measured  # it measures sessions
 
     return cached_or_measured(target, drafter)
-
-
-def _token_list(tokens: Sequence[int] | mx.array, vocab_size: int) -> list[int]:
-    if isinstance(tokens, mx.array):
-        if not mx.issubdtype(tokens.dtype, mx.integer):
-            raise ValueError(f"[prefill] expected token ids but got {tokens.dtype}.")
-        tokens = cast("list[int]", tokens.reshape(-1).tolist())
-    ids = [operator.index(token) for token in tokens]
-    if not ids:
-        raise ValueError("[prefill] expected at least one token but got an empty prompt.")
-    outside = [token for token in ids if not 0 <= token < vocab_size]
-    if outside:
-        raise ValueError(
-            f"[prefill] expected token ids in 0 … {vocab_size - 1} (the target's vocabulary) "
-            f"but got {outside[0]}: is the tokenizer the target's?"
-        )
-    return ids

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
+
+from ._arguments import integer
 
 Reason = Literal["stop", "length"]
 
@@ -62,7 +63,7 @@ class StopRules:
     """
 
     def __init__(self, eos_token_ids: Collection[int], text: TextStream, max_tokens: int) -> None:
-        max_tokens = operator.index(max_tokens)
+        max_tokens = integer("generate", "max_tokens", max_tokens)
         if max_tokens == 0 or max_tokens < -1:
             raise ValueError(
                 f"[generate] expected max_tokens of at least 1 (-1: no limit) but got {max_tokens}."

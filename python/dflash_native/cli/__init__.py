@@ -67,7 +67,7 @@ def doctor_command(
         str | None, typer.Option(help="With --measure: the target; without it the built-in pair.")
     ] = None,
     draft: Annotated[
-        str | None, typer.Option(help="With --measure and --model: its draft.")
+        str | None, typer.Option(help="With --measure: the draft, as for generate.")
     ] = None,
     context: Annotated[
         list[int] | None,
@@ -83,8 +83,12 @@ def doctor_command(
     from .console import guard
 
     with guard():
+        from .console import OptionError
         from .doctor import run, run_measurement
 
+        for name, value in (("model", model), ("draft", draft), ("context", context)):
+            if value and not measure:
+                raise OptionError(f"expected --{name} only with --measure")
         if measure:
             run_measurement(as_json=json, model=model, draft=draft, contexts=context or [64])
         else:
@@ -138,7 +142,9 @@ def generate_command(
         str | None,
         typer.Option(
             help="A DFlash draft or a small model of the same vocabulary: a folder or a hub id. "
-            "Or lookup: what followed earlier in the text. Without it, plain decoding."
+            "Or lookup: what followed earlier in the text. Or combined:DRAFT: lookup where the "
+            "text repeats itself, that draft elsewhere. Without it, plain decoding. With the "
+            "built-in pair: lookup, or combined for its own draft beside the lookup."
         ),
     ] = None,
     max_tokens: Annotated[int, typer.Option(help="Most tokens to generate; -1: no limit.")] = 256,

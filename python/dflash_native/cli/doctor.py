@@ -11,7 +11,7 @@ import typer
 
 from .. import costs, doctor
 from .console import OptionError, err, out
-from .loading import demo_pair, named_pair
+from .loading import check_draft, demo_pair, named_pair, own_drafter
 
 
 def run(*, as_json: bool) -> None:
@@ -103,14 +103,17 @@ def run_measurement(
     *, as_json: bool, model: str | None, draft: str | None, contexts: Sequence[int]
 ) -> None:
     """Print and keep what a round costs by width, and what exactness adds to it."""
-    if (model is None) != (draft is None):
-        raise OptionError("expected --model and --draft together")
+    check_draft(model, draft)
+    if model is not None and draft is None:
+        raise OptionError("expected --draft with --model but got none")
     if any(context < 2 for context in contexts):
         raise OptionError(f"expected --context of at least 2 but got {min(contexts)}")
     target, _, drafter = (
         demo_pair("float32") if model is None else named_pair(model, draft, "stored")
     )
     assert drafter is not None
+    if model is None:
+        drafter = own_drafter(draft, drafter)
     tables = []
     for context in contexts:
         with err().status(f"measuring at {context} tokens"):

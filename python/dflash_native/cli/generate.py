@@ -13,9 +13,9 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from ..generation import GenerationResponse, stream_generate
-from ..sampling import Sampling
+from ..sampling import Sampler, Sampling
 from .console import INTERRUPTED, OptionError, check_block_size, err
-from .loading import LOOKUP, demo_pair, known_draft, lookup, named_pair
+from .loading import check_draft, demo_pair, known_draft, named_pair, own_drafter
 
 Stream = Generator[GenerationResponse, None, None]
 
@@ -36,10 +36,8 @@ def run(
 ) -> None:
     """Generate and print; see `dflash-native generate --help`."""
     _check_options(model, draft, max_tokens, block_size, stop)
-    try:
+    with _option_errors():
         chosen = Sampling(**sampling)
-    except ValueError as error:
-        raise OptionError(str(error)) from None
     if prompt == "-":
         prompt = sys.stdin.read()
     if not prompt:
@@ -49,9 +47,11 @@ def run(
         if model is None
         else named_pair(model, draft, dtype or "stored", exact)
     )
-    if model is None and draft == LOOKUP:
-        drafter = lookup()
+    with _option_errors():
+        Sampler(chosen, target.vocab_size)
     if drafter is not None:
+        if model is None:
+            drafter = own_drafter(draft, drafter)
         check_block_size(block_size, drafter.max_drafts + 1)
     with _progress() as (bar, report):
         stream = cast(
@@ -164,11 +164,7 @@ def _check_options(
     stop: Sequence[str],
 ) -> None:
     """Refuse before anything is loaded."""
-    if draft not in (None, LOOKUP) and model is None:
-        raise OptionError(
-            "expected --draft only with --model (or lookup): without --model the built-in pair "
-            "runs, which has its own draft"
-        )
+    check_draft(model, draft)
     if block_size is not None and model is not None and draft is None:
         raise OptionError("expected --block-size only with a draft but got no --draft")
     check_block_size(block_size)
@@ -178,6 +174,14 @@ def _check_options(
         )
     if not all(stop):
         raise OptionError("expected a text for --stop but got an empty one")
+
+
+@contextmanager
+def _option_errors() -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise OptionError(str(error)) from None
 
 
 def _prompt_ids(tokenizer: Any, prompt: str, raw: bool) -> list[int]:

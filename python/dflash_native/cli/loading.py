@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 
-from .console import err
+from .console import OptionError, err
 
 if TYPE_CHECKING:
     from ..drafters import DFlashDrafter, Drafter
     from ..targets import Target
 
-LOOKUP = "lookup"
-"""What `--draft` says for no model at all; a folder of this name is `./lookup`."""
+LOOKUP, COMBINED = "lookup", "combined"
+"""What `--draft` says for no model at all, and for the lookup beside the built-in pair's draft.
+With `--model` the other draft is named, `combined:PATH`. A folder of such a name is `./lookup`."""
 
 _DTYPES = {
     "float32": mx.float32,
@@ -35,10 +36,37 @@ def demo_pair(dtype: str, exact: bool = True) -> tuple[Target, Any, DFlashDrafte
         return Target(model, exact=exact), tokenizer, drafter
 
 
+def check_draft(model: str | None, draft: str | None) -> None:
+    """Refuse, before anything is loaded, a `--draft` that does not go with its `--model`."""
+    if draft is None:
+        return
+    if model is None and draft not in (LOOKUP, COMBINED):
+        raise OptionError(
+            f"expected --draft only with --model (or {LOOKUP}, or {COMBINED}): without --model the "
+            f"built-in pair runs, which has its own draft, but got {draft}"
+        )
+    word, _, other = draft.partition(":")
+    if model is not None and word == COMBINED and other in ("", LOOKUP, COMBINED):
+        raise OptionError(
+            f"expected --draft {COMBINED}:PATH with --model, the draft beside the lookup, "
+            f"but got {draft}"
+        )
+
+
+def own_drafter(draft: str | None, drafter: Drafter) -> Drafter:
+    """The built-in pair's drafter, or what `--draft` says in its place."""
+    from ..drafters import CombinedDrafter, LookupDrafter
+
+    if draft == LOOKUP:
+        return LookupDrafter()
+    return CombinedDrafter(LookupDrafter(), drafter) if draft == COMBINED else drafter
+
+
 def named_pair(
     model: str, draft: str | None, dtype: str, exact: bool = True
 ) -> tuple[Target, Any, Drafter | None]:
-    """A target and, if one is named, its draft: a DFlash draft, a language model, or `lookup`.
+    """A target and, if one is named, its draft: a DFlash draft, a language model, `lookup` or
+    `combined:` and one of the first two.
 
     Raises what `hub`, `Target` and the drafters raise.
     """
@@ -67,23 +95,19 @@ def named_pair(
 def _named_draft(draft: str, dtype: str, exact: bool) -> tuple[Drafter, Any | None]:
     """A drafter, and the tokenizer of one that has its own."""
     from .. import hub
-    from ..drafters import AutoregressiveDrafter
+    from ..drafters import AutoregressiveDrafter, CombinedDrafter, LookupDrafter
     from ..targets import Target
 
     if draft == LOOKUP:
-        return lookup(), None
+        return LookupDrafter(), None
+    if draft.startswith(f"{COMBINED}:"):
+        other, tokenizer = _named_draft(draft.removeprefix(f"{COMBINED}:"), dtype, exact)
+        return CombinedDrafter(LookupDrafter(), other), tokenizer
     if hub.is_dflash(draft):
         # A draft's residuals overflow fp16: it runs in fp32 beside such a target.
         return hub.load_drafter(draft, mx.float32 if dtype == "float16" else _DTYPES[dtype]), None
     weights, tokenizer = hub.load(draft, _DTYPES[dtype])
     return AutoregressiveDrafter(weights if exact else Target(weights, exact=False)), tokenizer
-
-
-def lookup() -> Drafter:
-    """What `--draft lookup` means."""
-    from ..drafters import LookupDrafter
-
-    return LookupDrafter()
 
 
 def known_draft(model: str) -> str | None:

@@ -23,7 +23,7 @@ from ..session import Session
 from ..targets import Target
 from . import measure
 from .console import OptionError, err, out
-from .loading import demo_pair, named_pair
+from .loading import check_draft, demo_pair, named_pair
 
 DEMO_VARIANTS = (("fp32", "float32"), ("bf16", "bfloat16"), ("8bit", "stored"))
 """How the demo pair is run without --model, before it is quantised to four bits."""
@@ -82,6 +82,7 @@ def run(
     """Compare and print; exits with 1 where drafts changed a token."""
     if draft is not None and model is None:
         raise OptionError("expected --draft only with --model: the built-in pair has its own")
+    check_draft(model, draft)
     if prompts < 1 or max_tokens < 1:
         raise OptionError(
             f"expected --prompts and --max-tokens of at least 1 but got {prompts} and {max_tokens}"

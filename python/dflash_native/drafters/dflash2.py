@@ -93,7 +93,7 @@ class CandidateSelector(Module):
         noisy = scores
         if sampler is not None and proposes != "argmax":
             noise = sampler.noise(logits, position, NOISE_OF[proposes])
-            scores = scores / sampler.sampling.temperature
+            scores = sampler.tempered(scores)
             noisy = scores + mx.take_along_axis(noise, candidates, axis=-1)[:, None]
         best = mx.argmax(noisy, axis=-1)
         tokens = mx.take_along_axis(candidates, best.astype(mx.int32), axis=-1)
