@@ -309,9 +309,12 @@ class Session:
                 f"[Session] expected restore on a fresh session but it has {len(self.tokens)} "
                 "tokens."
             )
-        self._cache = load_checkpoint(checkpoint, self.target, self._draft)
-        self.tokens = list(checkpoint.tokens)
-        self._told = len(self.tokens) if isinstance(self._draft, Resumable) else 0
+        draft = self.drafter.begin(self.target) if self._draft and self.drafter else None
+        cache = load_checkpoint(checkpoint, self.target, draft)
+        tokens = list(checkpoint.tokens)
+        told = len(tokens) if isinstance(draft, Resumable) else 0
+        # No call in this line: a Ctrl-C finds all of it done or none.
+        self._cache, self._draft, self.tokens, self._told = cache, draft, tokens, told
 
     def close(self) -> None:
         """Flush, and end the session; `tokens`, `stats` and `cache` stay readable.
