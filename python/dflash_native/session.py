@@ -309,7 +309,8 @@ class Session:
                 f"[Session] expected restore on a fresh session but it has {len(self.tokens)} "
                 "tokens."
             )
-        draft = self.drafter.begin(self.target) if self._draft and self.drafter else None
+        plain = self._draft is None or self.drafter is None
+        draft = None if plain else self.drafter.begin(self.target)
         cache = load_checkpoint(checkpoint, self.target, draft)
         tokens = list(checkpoint.tokens)
         told = len(tokens) if isinstance(draft, Resumable) else 0

@@ -160,9 +160,9 @@ class _StockReader:
 
     def export(self) -> dict[str, mx.array]:
         return {
-            f"{index}.{name}": array
+            f"{index}.{name}": buffer[:, :, : layer.offset]
             for index, layer in enumerate(self.cache)
-            for name, array in zip(("keys", "values"), layer.state, strict=True)
+            for name, buffer in (("keys", layer.keys), ("values", layer.values))
         }
 
     def load(self, arrays: Mapping[str, mx.array], length: int) -> None:
@@ -174,7 +174,7 @@ class _StockReader:
                 f"but got {sorted((n, a.shape) for n, a in arrays.items())}"
             )
         for layer, (keys, values) in zip(self.cache, pairs, strict=True):
-            layer.state = arrays[keys], arrays[values]
+            layer.keys, layer.values, layer.offset = arrays[keys], arrays[values], length
 
     def arrays(self) -> list[mx.array]:
         filled = [layer for layer in self.cache if not layer.empty()]
