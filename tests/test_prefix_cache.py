@@ -17,6 +17,7 @@ from dflash_native.server.prefix_cache import PrefixCache, fingerprint
 from dflash_native.session import Session
 from dflash_native.targets import Target
 from drafter_oracle import drafter_of, random_weights, raw_config
+from readme import block
 from scripted import ScriptedDrafter
 from test_checkpoint import rounds_of
 from test_session import plain, prompt_of
@@ -302,3 +303,20 @@ def test_the_demo_pair_and_a_second_turn():
     cold.prefill(turn)
     assert known == len(session.tokens) - 1
     assert rounds_of(warm, 8) == rounds_of(cold, 8)
+
+
+def test_the_readmes_example(capsys):
+    """As it is printed: the second turn reads nothing of the first one again."""
+    mx.set_default_device(mx.cpu)
+    names: dict = {}
+    exec(block("Keep a prefix"), names)
+    chat, stats = names["chat"], names["cache"].stats
+    assert capsys.readouterr().out == f"{names['tokenizer'].decode(chat)} {stats}\n"
+    assert (stats.hits, stats.misses) == (1, 1) and stats.reused_tokens >= 64
+    assert stats.entries == 4
+    cold = Session(names["target"], names["drafter"])
+    cold.prefill(chat[: stats.reused_tokens + 1])
+    cold.prefill(names["tokenizer"].encode("\n\ndef merge("))
+    while len(cold.tokens) < len(chat):
+        cold.round()
+    assert cold.tokens == chat

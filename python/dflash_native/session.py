@@ -309,8 +309,9 @@ class Session:
                 f"[Session] expected restore on a fresh session but it has {len(self.tokens)} "
                 "tokens."
             )
-        plain = self._draft is None or self.drafter is None
-        draft = None if plain else self.drafter.begin(self.target)
+        draft = None
+        if self._draft is not None and self.drafter is not None:
+            draft = self.drafter.begin(self.target)
         cache = load_checkpoint(checkpoint, self.target, draft)
         tokens = list(checkpoint.tokens)
         told = len(tokens) if isinstance(draft, Resumable) else 0
