@@ -203,9 +203,18 @@ def test_a_stock_model_as_the_draft_and_two_restores_of_one_checkpoint():
         warm = Session(target, drafter)
         warm.restore(checkpoint)
         warm.prefill(prompt_of(90)[-1:])
+        reads = noted(warm._draft._reader)
         runs.append(rounds_of(warm, 10))
+        assert 0 < max(reads) < 10  # the prompt is not read again
     assert runs[0] == runs[1] == runs[2] == rounds_of(session, 10)
     assert contents(checkpoint) == before
+
+
+def noted(reader):
+    """The lengths of what it reads from now on."""
+    lengths, read = [], reader.read
+    reader.read = lambda tokens: lengths.append(tokens.shape[1]) or read(tokens)
+    return lengths
 
 
 def contents(checkpoint):
