@@ -247,6 +247,30 @@ def test_nothing_that_follows_changes_a_checkpoint(demo, name, length):
     assert contents(session.checkpoint()) != before  # the control
 
 
+@pytest.mark.parametrize("length", [5, 250, 255, 256, 257])
+def test_a_single_head_whose_rows_are_contiguous_in_the_buffer(length):
+    """MLX then shares the buffer, into which rounds go on to write in place."""
+    mx.set_default_device(mx.cpu)
+    target = Target(make_model("qwen3", num_key_value_heads=1, max_position_embeddings=1024))
+    answer = plain(target, prompt_of(length + 1), 60)
+    session = Session(target, ScriptedDrafter(answer, spoil=0.3, max_drafts=5))
+    session.prefill(prompt_of(length + 1))
+    held = []
+    for _ in range(6):
+        checkpoint = session.checkpoint()
+        held.append((checkpoint, contents(checkpoint)))
+        for _ in range(2):
+            result = session.round()
+        session.rewind(max(1, len(result.tokens) - 1))
+    warm = Session(target)
+    warm.restore(held[2][0])
+    warm.prefill([3])
+    for _ in range(9):
+        warm.round()
+    assert all(contents(checkpoint) == before for checkpoint, before in held)
+    assert len({len(checkpoint.tokens) for checkpoint, _ in held}) == 6  # the control: it went on
+
+
 def test_a_checkpoint_holds_its_rows_and_not_the_buffers(demo):
     target, drafters, prompt, _ = demo
     session = Session(target, drafters["dflash"])

@@ -46,7 +46,8 @@ def take_checkpoint(tokens: Sequence[int], cache: Cache, draft: DraftSession | N
     if isinstance(draft, Resumable):
         context = draft.context(len(tokens))
         found |= {_DRAFT + name: array for name, array in context.items()}
-    # A slice keeps all of its buffer alive; what is contiguous already may be shared until a write.
+    # A slice keeps all of its buffer alive. What is contiguous already may stay the session's own,
+    # which writes its next rows in place, but past these.
     return Checkpoint(tuple(tokens), {name: mx.contiguous(a) for name, a in found.items()})
 
 
