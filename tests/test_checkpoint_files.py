@@ -14,13 +14,13 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
+from chats import contents, rounds_of
 from dflash_native.checkpoint import Checkpoint
 from dflash_native.drafters import AutoregressiveDrafter
 from dflash_native.server.checkpoint_files import CheckpointFiles, prefix_keys
 from dflash_native.server.prefix_cache import PrefixCache
 from dflash_native.session import Session
 from dflash_native.targets import Target
-from test_checkpoint import contents, rounds_of
 from test_session import prompt_of
 from test_targets import make_model
 

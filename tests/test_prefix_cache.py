@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chats import rounds_of
 from dflash_native import load_demo
 from dflash_native.drafters import CombinedDrafter, LookupDrafter
 from dflash_native.server.checkpoint_files import prefix_keys
@@ -19,7 +20,6 @@ from dflash_native.targets import Target
 from drafter_oracle import drafter_of, random_weights, raw_config
 from readme import block
 from scripted import ScriptedDrafter
-from test_checkpoint import rounds_of
 from test_session import plain, prompt_of
 from test_targets import VOCAB, make_model
 
