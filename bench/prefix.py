@@ -5,8 +5,9 @@
 The first turn reads Python source and emits 64 tokens; the second one has `--tokens` in all, the
 last `--new` of them new. Cold: one prefill of everything, without a cache. Warm: restore, prefill
 of the rest with the stops of a server and a checkpoint at each. From disk: the same, memory empty
-and the checkpoint in a file. Each ends with the first round, and the three run in turn. Ratios are
-those of one turn of the three; they and milliseconds are medians with the 10th and 90th percentile.
+and the checkpoint in a file. Each ends with the first round, and the three run in turn. A ratio
+says how many times as fast, within one turn of the three; ratios and milliseconds are medians with
+the 10th and 90th percentile.
 The first 32 tokens must be equal, and their sha256 is printed.
 
 Then what a checkpoint costs by itself, and a prefill of the same text by Target(prefill="exact")
