@@ -221,6 +221,7 @@ def test_a_checkpoint_holds_its_rows_and_not_the_buffers(demo):
     target, drafters, prompt, _ = demo
     session = Session(target, drafters["dflash"])
     session.prefill(prompt * 2)
+    session.round()  # which packs weights
     session.cache.reserve(20_000)
     mx.eval(session.cache.arrays())
     buffers, before, held = session.cache.nbytes, mx.get_active_memory(), []
