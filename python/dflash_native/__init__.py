@@ -12,6 +12,7 @@ from .tape import Tape
 
 if TYPE_CHECKING:
     from .cache import Cache
+    from .checkpoint import Checkpoint
     from .drafters import (
         AutoregressiveDrafter,
         CombinedDrafter,
@@ -34,6 +35,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "AutoregressiveDrafter": "drafters",
     "Cache": "cache",
+    "Checkpoint": "checkpoint",
     "CombinedDrafter": "drafters",
     "DFlashDrafter": "drafters",
     "DraftSession": "drafters",
@@ -58,6 +60,7 @@ _HOMES = {
 __all__ = [
     "AutoregressiveDrafter",
     "Cache",
+    "Checkpoint",
     "CombinedDrafter",
     "DFlashDrafter",
     "DraftSession",

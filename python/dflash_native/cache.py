@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -67,6 +67,15 @@ class AttentionCache:
         self.keys = ops.kv_write(self.keys, keys, lengths, after=self.reader)
         self.values = ops.kv_write(self.values, values, lengths, after=self.reader)
 
+    def export(self, rows: int) -> dict[str, mx.array]:
+        """The first `rows` rows."""
+        return {"keys": self.keys[:, :, :rows], "values": self.values[:, :, :rows]}
+
+    def load(self, arrays: Mapping[str, mx.array]) -> None:
+        """Take what `export` gave."""
+        self.keys, self.values = arrays["keys"], arrays["values"]
+        self.reserve(self.capacity + 1)
+
     def arrays(self) -> list[mx.array]:
         """Everything that an evaluation must reach."""
         return [self.keys, self.values]
@@ -119,6 +128,14 @@ class RecurrentCache:
             assert self.keep is not None
             state = ops.gated_delta_replay(self.state, self.tape, self.keep)
             self.advance(self.logical_window(), state)
+
+    def export(self, rows: int) -> dict[str, mx.array]:
+        """Window and state, which were flushed."""
+        return {"window": self.window, "state": self.state}
+
+    def load(self, arrays: Mapping[str, mx.array]) -> None:
+        """Take what `export` gave."""
+        self.advance(arrays["window"], arrays["state"])
 
     def arrays(self) -> list[mx.array]:
         """Everything that an evaluation must reach."""
@@ -217,6 +234,32 @@ class Cache:
         for layer in self.layers:
             if isinstance(layer, RecurrentCache):
                 layer.flush()
+
+    def export(self) -> dict[str, mx.array]:
+        """The logical state of one row, flushed: lazy arrays by layer and name.
+
+        `{i}.keys`, `{i}.values` `[1, Hkv, length, D]`; `{i}.window` `[1, K-1, C]` and `{i}.state`
+        `[1, Hv, Dv, Dk]` of recurrent layers. They may share memory with this cache.
+        """
+        assert self.batch_size == 1
+        self.flush()
+        return {
+            f"{index}.{name}": array
+            for index, layer in enumerate(self.layers)
+            for name, array in layer.export(self.lengths[0]).items()
+        }
+
+    def load(self, arrays: Mapping[str, mx.array], length: int) -> None:
+        """Into an empty cache: what another one of the same model exported after `length` inputs.
+
+        `Target.load_cache` checks that they fit.
+        """
+        for index, layer in enumerate(self.layers):
+            prefix = f"{index}."
+            layer.load(
+                {n.removeprefix(prefix): a for n, a in arrays.items() if n.startswith(prefix)}
+            )
+        self.lengths = [length]
 
     def check_committed(self) -> None:
         """Raise ValueError while a verify waits for its commit; a commit is final from here on."""

@@ -24,7 +24,8 @@ import mlx.core as mx
 from ._arguments import integer, token_ids
 from .block import Drafts, Verify, accept, drafts_of
 from .cache import Cache
-from .drafters.protocol import Drafter
+from .checkpoint import Checkpoint, load_checkpoint, take_checkpoint
+from .drafters.protocol import Drafter, Resumable
 from .policy import Choice, Costs, WidthPolicy
 from .rounds import Round, Stats
 from .sampling import Sampler, Sampling
@@ -140,8 +141,9 @@ class Session:
 
     @property
     def pending(self) -> int | None:
-        """The newest committed token, or None before the first prefill."""
-        return self.tokens[-1] if self.tokens else None
+        """The newest committed token; None before the first prefill, also after a restore."""
+        covered = self._in_flight[0].position if self._in_flight else self._cache.lengths[0]
+        return self.tokens[covered] if covered < len(self.tokens) else None
 
     @property
     def cache(self) -> Cache:
@@ -162,10 +164,10 @@ class Session:
         self._check_open()
         new = token_ids("prefill", tokens, self.target.vocab_size)
         self._settle()
-        feed = self.tokens[-1:] + new
-        kept = self.tokens[:-1]
-        total, done = len(feed) - 1, 0
         start = self._cache.lengths[0]
+        feed = self.tokens[start:] + new
+        kept = self.tokens[:start]
+        total, done = len(feed) - 1, 0
         try:
             self._cache.flush()
             if progress is not None:
@@ -203,7 +205,7 @@ class Session:
         is as before the call. Only after a failed evaluation it refuses to go on.
         """
         self._check_open()
-        if not self.tokens:
+        if self.pending is None:
             raise ValueError("[Session] expected a prefill before the first round.")
         if limit is not None:
             limit = integer("Session", "limit", limit, 1)
@@ -279,6 +281,42 @@ class Session:
         self._settle()
         self._cache.flush()
         self._evaluate(self._cache.arrays())
+
+    def checkpoint(self) -> Checkpoint:
+        """What a fresh session needs to go on from here; the last round is final after it.
+
+        Raises ValueError where nothing is covered yet, and for a closed or broken session.
+        """
+        self._check_open()
+        self.flush()
+        if isinstance(self._draft, Resumable):
+            self._tell_draft()
+        covered = self.tokens[: self._cache.lengths[0]]
+        checkpoint = take_checkpoint(covered, self._cache, self._draft)
+        self._evaluate(list(checkpoint.arrays.values()))
+        return checkpoint
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take a checkpoint's place: a `prefill` of what follows its tokens goes on from there.
+
+        Of a session on the same target with the same drafter; of another's settings nothing comes
+        along. Raises ValueError unless this session is fresh, and for arrays that do not fit target
+        or drafter; it is then still fresh.
+        """
+        self._check_open()
+        if self.tokens:
+            raise ValueError(
+                f"[Session] expected restore on a fresh session but it has {len(self.tokens)} "
+                "tokens."
+            )
+        draft = None
+        if self._draft is not None and self.drafter is not None:
+            draft = self.drafter.begin(self.target)
+        cache = load_checkpoint(checkpoint, self.target, draft)
+        tokens = list(checkpoint.tokens)
+        told = len(tokens) if isinstance(draft, Resumable) else 0
+        # No call in this line: a Ctrl-C finds all of it done or none.
+        self._cache, self._draft, self.tokens, self._told = cache, draft, tokens, told
 
     def close(self) -> None:
         """Flush, and end the session; `tokens`, `stats` and `cache` stay readable.

@@ -7,7 +7,7 @@ from .combined import CombinedDrafter, CombinedSession
 from .config import DFlashConfig, is_draft
 from .dflash import DFlashDrafter, DFlashModel, DFlashSession
 from .lookup import LookupDrafter, LookupSession
-from .protocol import Drafter, DraftSession, Proposal, TargetLike
+from .protocol import Drafter, DraftSession, Proposal, Resumable, TargetLike
 from .weights import parameter_count, tensor_shapes
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "LookupDrafter",
     "LookupSession",
     "Proposal",
+    "Resumable",
     "TargetLike",
     "is_draft",
     "parameter_count",

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
 
 import mlx.core as mx
 from mlx.nn.layers.base import Module
@@ -102,6 +102,12 @@ class Reader(Protocol):
     def snapshot(self) -> Callable[[], None]:
         """A function that takes the cache back to now, however often, whatever was read since."""
 
+    def export(self) -> dict[str, mx.array]:
+        """The cache's arrays, cut to the length."""
+
+    def load(self, arrays: Mapping[str, mx.array], length: int) -> None:
+        """Take what `export` gave after `length` tokens. Raises ValueError for a misfit."""
+
     def arrays(self) -> list[mx.array]:
         """Of the cache."""
 
@@ -120,6 +126,12 @@ class _TargetReader:
 
     def snapshot(self) -> Callable[[], None]:
         return self.cache.snapshot()
+
+    def export(self) -> dict[str, mx.array]:
+        return self.cache.export()
+
+    def load(self, arrays: Mapping[str, mx.array], length: int) -> None:
+        self.cache = self._target.load_cache(arrays, length)
 
     def arrays(self) -> list[mx.array]:
         return self.cache.arrays()
@@ -145,6 +157,24 @@ class _StockReader:
                 layer.trim(layer.offset - offset)
 
         return restore
+
+    def export(self) -> dict[str, mx.array]:
+        return {
+            f"{index}.{name}": buffer[:, :, : layer.offset]
+            for index, layer in enumerate(self.cache)
+            for name, buffer in (("keys", layer.keys), ("values", layer.values))
+        }
+
+    def load(self, arrays: Mapping[str, mx.array], length: int) -> None:
+        pairs = [(f"{index}.keys", f"{index}.values") for index in range(len(self.cache))]
+        names = {name for pair in pairs for name in pair}
+        if set(arrays) != names or any(array.shape[2] != length for array in arrays.values()):
+            raise ValueError(
+                f"[resume] expected {sorted(names)} of {length} tokens "
+                f"but got {sorted((n, a.shape) for n, a in arrays.items())}"
+            )
+        for layer, (keys, values) in zip(self.cache, pairs, strict=True):
+            layer.keys, layer.values, layer.offset = arrays[keys], arrays[values], length
 
     def arrays(self) -> list[mx.array]:
         filled = [layer for layer in self.cache if not layer.empty()]
@@ -173,6 +203,32 @@ class AutoregressiveSession:
 
     def extend(self, taps: mx.array, position: int) -> None:
         """It takes no taps."""
+
+    def context(self, length: int) -> dict[str, mx.array]:
+        """The model's caches and `length` int32, the tokens in them: at most those that were asked
+        for. Empty where nothing was read, or more: a round that failed had read the next one.
+        """
+        self._take_back()
+        read = self._reader.length
+        if not 0 < read <= length:
+            return {}
+        return {"length": mx.array(read, dtype=mx.int32), **self._reader.export()}
+
+    def resume(self, context: Mapping[str, mx.array], tokens: Sequence[int]) -> None:
+        """Go on after `tokens`; what is not in the context is read for the next proposal.
+
+        Raises ValueError for the caches of another model.
+        """
+        arrays = dict(context)
+        if "length" in arrays:
+            length = cast("int", arrays.pop("length").item())
+            if not 0 < length <= len(tokens):
+                raise ValueError(f"[resume] expected 1 … {len(tokens)} tokens but got {length}")
+            self._reader.load(arrays, length)
+            self._take_back = self._reader.snapshot()
+        elif arrays:
+            raise ValueError(f"[resume] expected a length but got {sorted(arrays)}")
+        self._tokens += tokens
 
     def propose(
         self, pending: mx.array, position: int, count: int, sampler: Sampler | None = None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import mlx.core as mx
 
 from ..sampling import Sampler
 from .lookup import LookupDrafter, LookupSession
-from .protocol import Drafter, DraftSession, Proposal, TargetLike
+from .protocol import Drafter, DraftSession, Proposal, Resumable, TargetLike
 
 
 class CombinedDrafter:
@@ -70,6 +70,18 @@ class CombinedSession:
     def extend(self, taps: mx.array, position: int) -> None:
         """Feed the other one's context."""
         self._other.extend(taps, position)
+
+    def context(self, length: int) -> dict[str, mx.array]:
+        """The other one's: the lookup has the tokens."""
+        return self._other.context(length) if isinstance(self._other, Resumable) else {}
+
+    def resume(self, context: Mapping[str, mx.array], tokens: Sequence[int]) -> None:
+        """Both go on after `tokens`."""
+        if isinstance(self._other, Resumable):
+            self._other.resume(context, tokens)
+        else:
+            self._other.observe(tokens)
+        self._lookup.observe(tokens)
 
     def propose(
         self, pending: mx.array, position: int, count: int, sampler: Sampler | None = None

@@ -47,6 +47,20 @@ class ContextCache:
         self.values = kv_write(self.values, values, lengths)
         self.rows += committed
 
+    def export(self) -> tuple[mx.array, mx.array]:
+        """Keys and values of the rows that a block may see."""
+        rows = slice(self.rows - self.visible(), self.rows)
+        return self.keys[:, :, rows], self.values[:, :, rows]
+
+    def fits(self, shape: tuple[int, ...], positions: int) -> bool:
+        """Whether arrays of this shape are what such a layer exports after so many positions."""
+        _, heads, _, head_dim = self.keys.shape
+        if len(shape) != 4 or (shape[0], shape[1], shape[3]) != (1, heads, head_dim):
+            return False
+        if self._keep is None:
+            return shape[2] == positions
+        return shape[2] <= min(positions, self._keep)
+
     def arrays(self) -> list[mx.array]:
         return [self.keys, self.values] if self.capacity else []
 

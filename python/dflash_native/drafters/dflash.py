@@ -5,7 +5,7 @@ The forward pass is that of the published DFlash and DFlash2 checkpoints and sta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import mlx.core as mx
@@ -275,6 +275,55 @@ class DFlashSession:
             self._waiting = None
             for layer, cache in zip(self.model.layers, self._caches, strict=True):
                 layer.append(context, self.model.rope, self.position, cache)
+
+    def context(self, length: int) -> dict[str, mx.array]:
+        """`{layer}.keys`, `{layer}.values` `[1, Hkv, rows, D]` of the rows that a block may see;
+        `waiting` `[1, n, H]`, the newest positions, whose keys and values are still to come.
+
+        Raises ValueError unless `length` positions were extended.
+        """
+        if length != self.position:
+            raise ValueError(f"[context] expected length {self.position} but got {length}")
+        waiting = self._waiting
+        if waiting is None:
+            waiting = mx.zeros((1, 0, self.config.hidden_size), self.model.dtype)
+        found = {"waiting": waiting}
+        for index, cache in enumerate(self._caches):
+            found[f"{index}.keys"], found[f"{index}.values"] = cache.export()
+        return found
+
+    def resume(self, context: Mapping[str, mx.array], tokens: Sequence[int]) -> None:
+        """Go on after the positions of `tokens` with what `context` gave.
+
+        Raises ValueError for arrays of another drafter, or of another length.
+        """
+        config, dtype = self.config, self.model.dtype
+        layers = range(len(self._caches))
+        names = {"waiting", *(f"{i}.{name}" for i in layers for name in ("keys", "values"))}
+        if set(context) != names or any(array.dtype != dtype for array in context.values()):
+            raise ValueError(
+                f"[resume] expected this drafter's context, {dtype} {sorted(names)}, "
+                f"but got {sorted((n, a.dtype) for n, a in context.items())}"
+            )
+        waiting = context["waiting"]
+        before = len(tokens) - waiting.shape[1]
+        for index, cache in enumerate(self._caches):
+            keys, values = context[f"{index}.keys"], context[f"{index}.values"]
+            if keys.shape != values.shape or not cache.fits(keys.shape, before):
+                raise ValueError(
+                    f"[resume] expected keys and values of {before} positions in layer {index} "
+                    f"but got {keys.shape} and {values.shape}"
+                )
+        if waiting.shape != (1, len(tokens) - before, config.hidden_size):
+            raise ValueError(
+                f"[resume] expected waiting (1, n, {config.hidden_size}) but got {waiting.shape}"
+            )
+        for index, cache in enumerate(self._caches):
+            keys, values = context[f"{index}.keys"], context[f"{index}.values"]
+            if keys.shape[2]:
+                cache.write(keys, values, keys.shape[2])
+        self._waiting = waiting if waiting.shape[1] else None
+        self.position = len(tokens)
 
     def hidden(self, pending: mx.array, position: int) -> mx.array:
         """The block's hidden states `[1, block_size, H]` before the final norm.

@@ -7,7 +7,7 @@ README has a drafter of one's own in thirty lines.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -90,6 +90,31 @@ class DraftSession(Protocol):
 
     def arrays(self) -> list[mx.array]:
         """Everything that a caller evaluates to cut the lazy graph."""
+        ...
+
+
+@runtime_checkable
+class Resumable(Protocol):
+    """What a `DraftSession` may have besides, so that checkpoints hold its context.
+
+    Without it a restored session's draft is a fresh one: its first `observe` brings every token,
+    and its first `extend` the positions after the checkpoint.
+    """
+
+    def context(self, length: int) -> dict[str, mx.array]:
+        """What it keeps of the first `length` committed tokens, lazily, dead rows left out.
+
+        Called after an `observe` of all tokens and an `extend` up to `length`. The arrays may share
+        memory with this session: the caller copies them. Empty where there is nothing to keep.
+        """
+        ...
+
+    def resume(self, context: Mapping[str, mx.array], tokens: Sequence[int]) -> None:
+        """On a fresh session: go on after `tokens`, which count as observed and extended.
+
+        `context` is what `context(len(tokens))` gave; it stays as it is. Raises ValueError for
+        anything that is not this drafter's, and the session is then still fresh.
+        """
         ...
 
 

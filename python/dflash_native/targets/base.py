@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, Protocol
 
 import mlx.core as mx
@@ -112,6 +112,30 @@ class Target:
         layers = self._family.make_layer_caches(self.model, batch_size, self.dtype)
         return Cache(layers, batch_size)
 
+    def load_cache(self, arrays: Mapping[str, mx.array], length: int) -> Cache:
+        """A cache of one row that holds what `Cache.export` gave after `length` inputs.
+
+        Raises ValueError for arrays that are not those of this target's caches at that length.
+        """
+        probe = self.make_cache()  # what the arrays are like after a call; lazy, nothing is run
+        self.forward(mx.zeros((1, 1), mx.int32), probe, commit=True)
+        expected = {
+            name: (array.dtype, [*array.shape[:2], length, *array.shape[3:]])
+            if name.endswith(("keys", "values"))
+            else (array.dtype, [*array.shape])
+            for name, array in probe.export().items()
+        }
+        found = {name: (array.dtype, [*array.shape]) for name, array in arrays.items()}
+        if found != expected:
+            at = next(n for n in [*expected, *found] if found.get(n) != expected.get(n))
+            raise ValueError(
+                f"[load_cache] expected the arrays of this target after {length} inputs, {at} "
+                f"{_described(expected.get(at))}, but got {_described(found.get(at))}"
+            )
+        cache = self.make_cache()
+        cache.load(arrays, length)
+        return cache
+
     def forward(
         self,
         tokens: mx.array,
@@ -154,6 +178,10 @@ class Target:
         """Input embeddings with the target's own scale: `[B, T]` to `[B, T, H]`."""
         embedded: mx.array = self._text.model.embed_tokens(tokens)
         return embedded
+
+
+def _described(array: tuple[mx.Dtype, list[int]] | None) -> str:
+    return "absent" if array is None else f"{array[0]} {array[1]}"
 
 
 def _family_of(model: Module) -> Family:
