@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import openai
 import pytest
+
 import running
 import scripts
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
-import running
 
+import running
 from dflash_native import demo
 
 PROMPT = demo.prompts()[2].text
@@ -238,11 +238,9 @@ def test_curl(url, streaming):
 def test_curl_that_leaves(url):
     body = '{"prompt": "import os", "max_tokens": 3000}'
     start = time.monotonic()
-    subprocess.run(
-        ["curl", "-sS", "-m", "1", f"{url}/v1/completions", "-d", body]
-        + ["-H", "content-type: application/json"],
-        capture_output=True,
-    )
+    kind = "content-type: application/json"
+    command = ["curl", "-sS", "-m", "1", f"{url}/v1/completions", "-d", body, "-H", kind]
+    subprocess.run(command, capture_output=True)
     running.until(lambda: running.idle(url))
     assert time.monotonic() - start < 4  # 3000 tokens take longer
 

@@ -6,8 +6,8 @@ import json
 
 import openai
 import pytest
-import scripts
 
+import scripts
 from conftest import SCRIPTS
 
 WEATHER = {

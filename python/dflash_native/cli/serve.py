@@ -110,12 +110,13 @@ def _context_of(model: Any) -> int:
 def _announce(settings: Settings, address: tuple[Any, ...]) -> None:
     host, port = address[:2]
     host = f"[{host}]" if ":" in host else host
-    console = err()
-    console.print(f"{settings.name} at http://{host}:{port}/v1, status at http://{host}:{port}/")
+    lines = [f"{settings.name} at http://{host}:{port}/v1, status at http://{host}:{port}/"]
     if not ipaddress.ip_address(address[0]).is_loopback and not settings.api_keys:
-        console.print("everyone who reaches this port may use it: --api-key closes it")
+        lines.append("everyone who reaches this port may use it: --api-key closes it")
     if "*" in settings.cors_origins and not settings.api_keys:
-        console.print("every web page that is open here may use it: --api-key closes it")
+        lines.append("every web page that is open here may use it: --api-key closes it")
+    for line in lines:
+        err().print(line, soft_wrap=True)
 
 
 def _check_options(

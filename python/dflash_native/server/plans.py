@@ -16,7 +16,7 @@ from .settings import Settings
 
 MOST_CHOICES = 16
 """Of one request: prompts times n."""
-_WHOLE_TEXT = 1 << 40
+_WHOLE_TEXT = 2**31 - 1  # the most that MLX takes
 
 
 class Planner:

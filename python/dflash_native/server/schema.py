@@ -131,7 +131,7 @@ class GenerationRequest(Fields):
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
-    repetition_context_size: Annotated[int, Field(ge=1)] = 20
+    repetition_context_size: Annotated[int, Field(ge=1, lt=2**31)] = 20
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
     user: str | None = None
     safety_identifier: str | None = None

@@ -62,6 +62,7 @@ class Worker:
         self._thread.start()
         self._ready.wait()
         if self.engine is None:
+            self._thread.join()  # MLX can abort a process that ends before its threads
             assert self._error is not None
             raise self._error
         return self.engine
