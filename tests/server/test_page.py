@@ -25,7 +25,8 @@ def guarded():
 
 @pytest.fixture(scope="module")
 def browser():
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    driver = shutil.which("chromedriver")
     if not (chromium and driver):
         pytest.skip("needs Debian's chromium and chromium-driver")
     options = webdriver.ChromeOptions()

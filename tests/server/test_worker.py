@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -160,6 +161,18 @@ def test_a_request_has_its_time(worker):
     assert 0.2 < time.monotonic() - slow.job.arrived < 3
 
 
+def test_a_request_that_waits_has_its_time_too(worker):
+    """It was looked at only once it had its turn, behind requests that took minutes."""
+    talkers = [Listener(max_tokens=100_000) for _ in range(2)]
+    waiting = Listener(timeout=0.3)
+    for listener in (*talkers, waiting):
+        worker.submit(listener.job)
+    assert waiting.wait(Failed, timeout=3)[0].code == "timeout"
+    assert worker.active == 2 and worker.waiting == 0
+    for talker in talkers:
+        talker.job.cancel()
+
+
 def test_a_failing_request_ends_alone(worker, monkeypatch):
     begun = Session.prefill
 
@@ -178,20 +191,23 @@ def test_a_failing_request_ends_alone(worker, monkeypatch):
 
 def test_the_worker_dies_and_its_streams_end(worker, monkeypatch):
     """Each open stream gets an error event, and /health says so: it was HTTP's pulse only."""
-    rounds = Session.round
+    rounds, die = Session.round, threading.Event()
 
     def dying(self, limit=None):
-        if len(self.tokens) > 40:
+        if die.is_set():
             raise SystemExit("the device is gone")
         return rounds(self, limit)
 
     with running.thread(worker, parallel=2) as url:
         assert httpx.get(f"{url}/health").json()["status"] == "ok"
         monkeypatch.setattr(Session, "round", dying)
-        body = {"prompt": "import os\n", "max_tokens": 200}
+        body = {"prompt": "import os\n", "max_tokens": 4000}
         with ThreadPoolExecutor(4) as pool:
             streams = [pool.submit(running.stream, url, "/v1/completions", body) for _ in range(2)]
+            running.until(lambda: worker.active == 2 and worker.totals.generated_tokens > 20)
             queued = [pool.submit(httpx.post, f"{url}/v1/completions", json=body) for _ in range(2)]
+            running.until(lambda: worker.waiting == 2)
+            die.set()
             for found in (stream.result() for stream in streams):
                 errors = [event for event in found if "error" in event]
                 assert len(errors) == 1 and found[-1] is errors[0]  # and no [DONE]
@@ -288,6 +304,32 @@ def test_a_client_that_leaves_while_its_prompt_is_read(worker, streaming):
                 client.post(f"{url}/v1/completions", json=body)
         assert running.until(lambda: worker.active == 0) < 1.5
         assert worker.totals.prompt_tokens < 4000 and not worker.totals.generated_tokens
+
+
+def test_a_silent_stream_is_kept_alive(worker, monkeypatch):
+    rounds = Session.round
+
+    def slow(self, limit=None):
+        time.sleep(0.5)
+        return rounds(self, limit)
+
+    monkeypatch.setattr("dflash_native.server.streams._KEEPALIVE", 0.1)
+    monkeypatch.setattr(Session, "round", slow)
+    with running.thread(worker) as url:
+        body = {"prompt": "def f(", "max_tokens": 1, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+            lines = list(response.iter_lines())
+    assert lines.count(": waiting") >= 2 and lines.count("data: [DONE]") == 1
+
+
+def test_a_body_has_its_time(worker, monkeypatch):
+    monkeypatch.setattr("dflash_native.server.limits.BODY_SECONDS", 0.3)
+    with running.thread(worker) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: 100\r\n"
+            connection.sendall(f"{head}Content-Type: application/json\r\n\r\n{{".encode())
+            assert connection.recv(4096).startswith(b"HTTP/1.1 408")
 
 
 def test_the_events_of_speculation_are_the_text(worker):

@@ -74,13 +74,10 @@ class Worker:
                 raise Refused("the worker has ended; the server must be restarted", "worker_dead")
             if self._stop_at is not None:
                 raise Refused("the server is shutting down", "shutting_down")
-            for gone in [each for each in self._waiting if each.cancelled]:
-                self._waiting.remove(gone)
-                self.totals.end("cancelled")
             # The free places of the turn are not a part of the queue.
             free = self._parallel - self.active
-            if len(self._waiting) >= self._queue + free:
-                raise Refused(f"{len(self._waiting)} requests are waiting already", "queue_full")
+            if self.waiting >= self._queue + free:
+                raise Refused(f"{self.waiting} requests are waiting already", "queue_full")
             self._waiting.append(job)
             self._changed.notify()
 
@@ -97,8 +94,8 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Jobs in the queue."""
-        return len(self._waiting)
+        """Jobs in the queue, without those that nobody waits for any more."""
+        return sum(not job.cancelled for job in list(self._waiting))
 
     @property
     def active(self) -> int:
@@ -148,6 +145,8 @@ class Worker:
                 idle = not (self._turn or self._waiting)
                 if idle or time.monotonic() >= self._stop_at:
                     return False
+            for job in [each for each in self._waiting if self._is_over(each)]:
+                self._waiting.remove(job)
             if not (self._turn or self._waiting):
                 self._changed.wait(1.0)
                 return True
@@ -157,18 +156,26 @@ class Worker:
                 self._turn.append((job, work(self.engine, job, self.totals)))
             job, steps = self._turn.popleft()
             self._at_hand = job
-        if self._advance(job, steps):
-            self._turn.append((job, steps))
-        self._at_hand = None
+        goes_on = self._advance(job, steps)
+        with self._changed:
+            if goes_on:
+                self._turn.append((job, steps))
+            self._at_hand = None
+        return True
+
+    def _is_over(self, job: Job) -> bool:
+        """Whether a job was left by its client, or had its time; it is ended then."""
+        if not job.cancelled and time.monotonic() <= job.deadline:
+            return False
+        self.totals.end("cancelled" if job.cancelled else "failed")
+        job.send(Failed(504, "the request took longer than the server allows", "timeout"))
         return True
 
     def _advance(self, job: Job, steps: Steps) -> bool:
         """A unit of work of a job; False where it was the last one."""
         try:
-            if job.cancelled or time.monotonic() > job.deadline:
+            if self._is_over(job):
                 steps.close()
-                self.totals.end("cancelled" if job.cancelled else "failed")
-                job.send(Failed(504, "the request took longer than the server allows", "timeout"))
                 return False
             next(steps)
             return True
