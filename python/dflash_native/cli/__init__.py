@@ -325,6 +325,15 @@ def serve_command(
     prefill_step_size: Annotated[
         int, typer.Option(help="Most prompt tokens read before the next request has its turn.")
     ] = 512,
+    prefix_cache_bytes: Annotated[
+        int, typer.Option(help="Memory for prompts that were read before; 0 keeps none.")
+    ] = 1 << 30,
+    prefix_cache_dir: Annotated[
+        Path | None, typer.Option(help="A folder that keeps them beyond this run.")
+    ] = None,
+    prefix_cache_disk_bytes: Annotated[
+        int | None, typer.Option(help="Most bytes in it.", show_default="no limit")
+    ] = None,
     block_size: _BlockSize = None,
     dtype: Annotated[
         DtypeName | None,
@@ -367,4 +376,9 @@ def serve_command(
             dtype=dtype,
             exact=exact,
             log_json=log_json,
+            cache={
+                "budget_bytes": prefix_cache_bytes,
+                "directory": prefix_cache_dir,
+                "disk_budget_bytes": prefix_cache_disk_bytes,
+            },
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from .loading import LOOKUP, demo_pair, lookup, named_pair
 try:
     from ..server import Engine, Settings, Worker, bind
     from ..server import run as run_server
+    from ..server.prefix_cache import PrefixCache, fingerprint
 except ImportError as error:
     raise ImportError(
         f"the server needs {error.name}: pip install 'dflash-native[server]'"
@@ -33,17 +35,19 @@ def run(
     prefill_step_size: int,
     max_context: int | None,
     name: str | None,
+    cache: dict[str, Any],
     **chosen: Any,
 ) -> None:
     """Load, then serve until Ctrl-C or SIGTERM; see `dflash-native serve --help`.
 
-    `chosen` are fields of `Settings`.
+    `cache` are arguments of `PrefixCache`, and `chosen` are fields of `Settings`.
     """
-    _check_options(model, draft, block_size, prefill_step_size, max_context, chosen)
+    _check_options(model, draft, block_size, prefill_step_size, max_context, cache, chosen)
     listener = bind(chosen["host"], port)  # first: a port that is taken shows at once
 
     def load() -> Engine:
-        return _engine(model, draft, dtype, block_size, exact, prefill_step_size)
+        engine = _engine(model, draft, dtype, block_size, exact, prefill_step_size)
+        return replace(engine, prefix_cache=_prefix_cache(engine, **cache))
 
     worker = Worker(load, parallel=chosen["parallel"], queue=chosen["queue"])
     engine = worker.start()
@@ -92,6 +96,17 @@ def _engine(
     )
 
 
+def _prefix_cache(
+    engine: Engine, budget_bytes: int, directory: Path | None, disk_budget_bytes: int | None
+) -> PrefixCache | None:
+    """None where it has no room at all."""
+    if budget_bytes == 0 and directory is None:
+        return None
+    step = engine.prefill_step_size
+    key = fingerprint(engine.target, engine.drafter, prefill_step_size=step)
+    return PrefixCache(key, budget_bytes, directory=directory, disk_budget_bytes=disk_budget_bytes)
+
+
 def _name_of(model: str | None) -> str:
     """The folder's name, or the hub id."""
     if model is None:
@@ -125,6 +140,7 @@ def _check_options(
     block_size: int | None,
     prefill_step_size: int,
     max_context: int | None,
+    cache: dict[str, Any],
     chosen: dict[str, Any],
 ) -> None:
     """Refuse before anything is loaded."""
@@ -145,10 +161,14 @@ def _check_options(
         "--max-body-bytes": (chosen["max_body_bytes"], 1),
         "--timeout": (chosen["timeout"], 1),
         "--drain": (chosen["drain"], 0),
+        "--prefix-cache-bytes": (cache["budget_bytes"], 0),
+        "--prefix-cache-disk-bytes": (cache["disk_budget_bytes"], 0),
     }
     for option, (value, least) in low.items():
         if value is not None and value < least:
             raise OptionError(f"expected {option} of at least {least} but got {value}")
+    if cache["disk_budget_bytes"] is not None and cache["directory"] is None:
+        raise OptionError("expected --prefix-cache-disk-bytes only with --prefix-cache-dir")
     if not 0 <= chosen["temperature"] <= 2:
         raise OptionError(f"expected --temperature in 0 … 2 but got {chosen['temperature']}")
     if not all(chosen["api_keys"]):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Iterator
+from collections.abc import Collection, Generator
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -17,6 +17,8 @@ from ..targets import Target
 from .jobs import Choice, Job, Piece, Progress, TokenLogprob
 from .metrics import Totals
 from .output import ChatOutput, Parts, PlainOutput
+from .prefix_cache import PrefixCache
+from .prompts import Prompt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +36,7 @@ class Engine:
     """Inputs of a verify; None chooses them each round by `costs`."""
     prefill_step_size: int = 512
     """Most prompt tokens of a unit of work."""
+    prefix_cache: PrefixCache | None = None
 
     def session(self, choice: Choice) -> Session:
         """A fresh one."""
@@ -46,54 +49,102 @@ class Engine:
             prefill_step_size=self.prefill_step_size,
         )
 
+    def recall(self, session: Session, prompt: Prompt, totals: Totals) -> int:
+        """Bring a fresh session as far into the prompt as is known; how many tokens that saves."""
+        if self.prefix_cache is None:
+            return 0
+        covered = self.prefix_cache.restore(session, prompt.tokens)
+        totals.cached_tokens += covered
+        totals.cache = self.prefix_cache.stats
+        return covered
+
+    def stops(self, covered: int, prompt: Prompt) -> list[int]:
+        """Where the reading of a prompt should pause for a checkpoint."""
+        if self.prefix_cache is None:
+            return []
+        return self.prefix_cache.stops(covered, len(prompt.tokens), prompt.boundaries)
+
+    def remember(self, session: Session, totals: Totals) -> None:
+        """Keep a checkpoint of where a session stands."""
+        if self.prefix_cache is not None:
+            self.prefix_cache.add(session)
+            totals.cache = self.prefix_cache.stats
+
 
 def work(engine: Engine, job: Job, totals: Totals) -> Generator[None, None, None]:
     """All choices of a job, one after the other; yields after each unit of work.
 
     Closing it leaves the session at what was delivered.
     """
+    counted: set[int] = set()
     for choice in job.choices:
-        yield from _one(engine, job, choice, totals)
+        prompt = choice.prompt
+        with engine.session(choice) as session:
+            cached = engine.recall(session, prompt, totals)
+            if id(prompt) not in counted:  # as in `Job.prompt_tokens`
+                counted.add(id(prompt))
+                job.cached_tokens += cached
+            try:
+                yield from _read(engine, job, prompt, session, totals)
+                yield from _write(engine, job, choice, session, totals)
+            except GeneratorExit:  # the client has left; its chat may go on
+                engine.remember(session, totals)
+                raise
+            engine.remember(session, totals)
 
 
-def _one(engine: Engine, job: Job, choice: Choice, totals: Totals) -> Generator[None, None, None]:
-    tokens = choice.prompt.tokens
-    with engine.session(choice) as session:
-        job.send(Progress(0, len(tokens)))
-        for end in _pieces(0, len(tokens), engine.prefill_step_size):
-            fed = len(session.tokens)
-            session.prefill(tokens[fed:end])
-            totals.prompt_tokens += end - fed
-            job.send(Progress(end, len(tokens)))
-            if end < len(tokens):
-                yield
-        text = TextStream(_detokenizer(engine.tokenizer, choice), choice.stop)
-        rules = StopRules(engine.tokenizer.eos_token_ids, text, choice.max_tokens)
-        output = (
-            ChatOutput(
-                engine.tokenizer, in_reasoning=choice.prompt.in_reasoning, tools=choice.tools
-            )
-            if choice.chat
-            else PlainOutput()
-        )
-        piece = None
-        while piece is None or piece.reason is None:
+def _read(
+    engine: Engine, job: Job, prompt: Prompt, session: Session, totals: Totals
+) -> Generator[None, None, None]:
+    """The prompt, as far as the session does not have it yet."""
+    tokens = prompt.tokens
+    covered = len(session.tokens)
+    totals.prompt_tokens += covered
+    job.send(Progress(covered, len(tokens)))
+    keep = engine.stops(covered, prompt)
+    for end in _ends(covered, len(tokens), engine.prefill_step_size, keep):
+        fed = len(session.tokens)
+        session.prefill(tokens[fed : end + 1])
+        totals.prompt_tokens += len(session.tokens) - fed
+        if end in keep:
+            engine.remember(session, totals)
+        job.send(Progress(len(session.tokens), len(tokens)))
+        if end < len(tokens) - 1:
             yield
-            result = session.round(rules.left)
-            piece = _take(result, choice, rules, output, session, engine.tokenizer.eos_token_ids)
-            if job.first_token is None:
-                job.first_token = time.monotonic()
-            if piece.reason is not None:
-                job.stats.append(session.stats)
-            job.completion_tokens += len(piece.marked)
-            totals.count(result, len(piece.marked))
-            job.send(piece)
 
 
-def _pieces(done: int, total: int, step: int) -> Iterator[int]:
-    """Where the pieces of a prompt end: at multiples of `step`, and at its end."""
-    yield from range(done - done % step + step, total, step)
-    yield total
+def _ends(covered: int, length: int, step: int, keep: Collection[int]) -> list[int]:
+    """How many tokens are covered after each piece of a prompt of `length` tokens, the last one of
+    which stays pending: multiples of `step`, so that a piece is the same whatever was cached, and
+    where a checkpoint is taken.
+    """
+    end = length - 1
+    return sorted({*range(covered - covered % step + step, end, step), *keep, end})
+
+
+def _write(
+    engine: Engine, job: Job, choice: Choice, session: Session, totals: Totals
+) -> Generator[None, None, None]:
+    """The answer, round by round."""
+    text = TextStream(_detokenizer(engine.tokenizer, choice), choice.stop)
+    ends = engine.tokenizer.eos_token_ids
+    rules = StopRules(ends, text, choice.max_tokens)
+    inside = choice.prompt.in_reasoning
+    output: ChatOutput | PlainOutput = PlainOutput()
+    if choice.chat:
+        output = ChatOutput(engine.tokenizer, in_reasoning=inside, tools=choice.tools)
+    piece = None
+    while piece is None or piece.reason is None:
+        yield
+        result = session.round(rules.left)
+        piece = _take(result, choice, rules, output, session, ends)
+        if job.first_token is None:
+            job.first_token = time.monotonic()
+        if piece.reason is not None:
+            job.stats.append(session.stats)
+        job.completion_tokens += len(piece.marked)
+        totals.count(result, len(piece.marked))
+        job.send(piece)
 
 
 def _detokenizer(tokenizer: Any, choice: Choice) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from ..rounds import Round
+from .prefix_cache import PrefixStats
 
 if TYPE_CHECKING:
     from .worker import Worker
@@ -34,6 +36,8 @@ class Totals:
         self.accepted_at: list[int] = []
         self.requests: dict[str, int] = {}
         """By how they ended: done, cancelled, failed."""
+        self.cache: PrefixStats | None = None
+        """Of the prefix cache, as the worker last saw it."""
 
     def count(self, result: Round, delivered: int) -> None:
         """Add a round of which `delivered` tokens were."""
@@ -52,7 +56,8 @@ class Totals:
 
     def as_object(self) -> dict[str, Any]:
         """For the status page."""
-        return {name: value for name, value in vars(self).items() if name != "started"}
+        left_out = ("started", "cache")
+        return {name: value for name, value in vars(self).items() if name not in left_out}
 
 
 class Metrics:
@@ -111,6 +116,13 @@ class _Collected(Collector):
         for how, count in dict(totals.requests).items():
             ended.add_metric([how], count)
         yield ended
+        if totals.cache is not None:
+            for name, value in asdict(totals.cache).items():
+                full, told = f"{_PREFIX}cache_{name}", f"Of the prefix cache: {name}."
+                if name in ("entries", "nbytes", "disk_entries", "disk_nbytes"):
+                    yield GaugeMetricFamily(full, told, value)
+                else:
+                    yield CounterMetricFamily(full, told, value)
         yield _gauge("waiting", "Requests in the queue.", lambda: worker.waiting)
         yield _gauge("active", "Requests that are worked on.", lambda: worker.active)
         yield _gauge("worker_alive", "Whether the worker runs.", lambda: worker.fault() is None)

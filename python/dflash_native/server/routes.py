@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -195,6 +196,7 @@ def health_of(worker: Worker) -> JSONResponse:
 def status_of(server: Server) -> dict[str, Any]:
     """The answer of `/status`."""
     worker = server.worker
+    cache = worker.totals.cache
     return {
         "model": server.settings.name,
         "draft": server.draft,
@@ -210,5 +212,6 @@ def status_of(server: Server) -> dict[str, Any]:
             "heartbeat_age_seconds": round(worker.silence(), 3),
         },
         "totals": worker.totals.as_object(),
+        "cache": None if cache is None else asdict(cache),
         "memory": memory(),
     }
