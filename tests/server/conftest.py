@@ -38,10 +38,16 @@ def client(url):
 
 
 @pytest.fixture(scope="session")
-def scripted(tmp_path_factory):
-    """A server whose model says SCRIPTS, in blocks of five: it drafts for itself."""
+def checkpoint(tmp_path_factory):
+    """The folder of a model that says SCRIPTS, and the pieces of each."""
     folder = tmp_path_factory.mktemp("models") / "scripted"
-    scripts.save(folder, SCRIPTS, thinking="reason")
+    return folder, scripts.save(folder, SCRIPTS, thinking="reason")
+
+
+@pytest.fixture(scope="session")
+def scripted(checkpoint):
+    """A server of that model in blocks of five: it drafts for itself."""
+    folder, _ = checkpoint
     with running.process("--model", folder, "--draft", folder, "--block-size", 5) as server:
         yield server.url
 

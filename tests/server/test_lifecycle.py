@@ -19,6 +19,7 @@ import running
 from dflash_native.cli import app
 
 BODY = {"prompt": "import os\n", "max_tokens": 3000}
+LONG = {"prompt": [(7 * i) % 8000 for i in range(300)], "max_tokens": 3700, "stream": True}
 
 
 def in_background(function, *arguments):
@@ -31,7 +32,7 @@ def in_background(function, *arguments):
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGINT])
 def test_a_graceful_stop_drains(sent):
     with running.process("--block-size", 1) as server:
-        body = {**BODY, "max_tokens": 1200}
+        body = {**BODY, "max_tokens": 600}
         thread, found = in_background(running.stream, server.url, "/v1/completions", body)
         running.until(lambda: not running.idle(server.url))
         with httpx.Client(base_url=server.url) as kept:
@@ -129,6 +130,7 @@ def test_what_it_cannot_start_with(arguments, code, sentence):
 
 def test_flags_are_seen(tmp_path):
     arguments = ["--name", "mine", "--max-context", 64, "--temperature", 1.0, "--no-exact"]
+    arguments += ["--block-size", 3]
     with running.process(*arguments, "--dtype", "bfloat16", "--host", "0.0.0.0") as server:
         url = server.url.replace("0.0.0.0", "127.0.0.1")
         (model,) = httpx.get(f"{url}/v1/models").json()["data"]
@@ -137,15 +139,33 @@ def test_flags_are_seen(tmp_path):
         answers = [httpx.post(f"{url}/v1/completions", json=body).json() for _ in range(3)]
         assert len({answer["choices"][0]["text"] for answer in answers}) > 1
         assert answers[0]["usage"]["speculation"]["exact"] is False
+        assert len(answers[0]["usage"]["speculation"]["drafted_at"]) == 2
         long = httpx.post(f"{url}/v1/completions", json={"prompt": "import os\n"}).json()
         assert long["usage"]["total_tokens"] <= 64
     assert any("--api-key closes it" in line for line in server.lines["err"])
 
 
-def test_plain_decoding_and_lookup():
-    texts = []
-    for draft in ([], ["--draft", "lookup"]):
-        with running.process(*draft) as server:
-            body = {"prompt": "a = 1\na = 1\na = 1\na", "max_tokens": 32}
-            texts.append(httpx.post(f"{server.url}/v1/completions", json=body).json())
-    assert texts[0]["choices"] == texts[1]["choices"]
+def test_limits_are_seen():
+    limits = ["--timeout", 1.5, "--parallel", 1, "--queue", 0, "--prefill-step-size", 100]
+    with running.process(*limits, "--block-size", 1) as server:
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=LONG, timeout=60
+        ) as response:
+            refused = httpx.post(f"{server.url}/v1/completions", json=BODY)
+            lines = [line for line in response.iter_lines() if line]
+        assert refused.status_code == 503 and refused.headers["retry-after"]
+        read = [int(line.split()[1]) for line in lines if line.endswith("prompt tokens")]
+        assert read == [0, 101, 201, 300]  # one token stays pending
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["code"] == "timeout"
+        worker = httpx.get(f"{server.url}/status").json()["worker"]
+        assert worker["parallel"] == 1 and worker["queue"] == 0
+
+
+def test_another_draft_gives_the_same_text(url):
+    body = {"prompt": "a = 1\na = 1\na = 1\na", "max_tokens": 32}
+    with running.process("--draft", "lookup", "--block-size", 4) as server:
+        ours = httpx.post(f"{server.url}/v1/completions", json=body).json()
+        assert httpx.get(f"{server.url}/status").json()["draft"] == "lookup"
+    theirs = httpx.post(f"{url}/v1/completions", json=body).json()
+    assert ours["choices"] == theirs["choices"]
+    assert ours["usage"]["speculation"] != theirs["usage"]["speculation"]

@@ -96,6 +96,25 @@ def test_stop_strings_across_blocks(actor, stop, streaming):
         assert choice.message.content == expected and choice.finish_reason == "stop"
 
 
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_first_end_in_a_block_wins(actor, checkpoint, script):
+    """The end token at the budget's last place is "stop", one token less "length"; and the text of
+    a stop string counts as far as it was needed."""
+    pieces = [piece.decode(errors="replace") for piece in checkpoint[1][script]]
+    for budget, reason in ((len(pieces), "length"), (len(pieces) + 1, "stop"), (500, "stop")):
+        answer = actor.chat.completions.create(**asked(script, max_tokens=budget))
+        assert answer.choices[0].finish_reason == reason
+        assert answer.choices[0].message.content == SCRIPTS[script]
+        assert answer.usage.completion_tokens == min(budget, len(pieces) + 1)
+    at = 6
+    stop = b"".join(checkpoint[1][script][at : at + 3]).decode(errors="ignore")
+    if stop and stop in SCRIPTS[script] and SCRIPTS[script].index(stop) > 3:
+        for budget in (at + 3, at + 4, 500):
+            answer = actor.chat.completions.create(**asked(script, stop=stop, max_tokens=budget))
+            assert answer.choices[0].finish_reason == "stop"
+            assert answer.usage.completion_tokens <= at + 3
+
+
 def test_a_stop_string_that_does_not_come_holds_nothing_back(actor):
     found, _ = streamed(actor, "plain", stop=["one.!", "at allways"])
     assert found["content"] == SCRIPTS["plain"] and found["reasons"] == ["stop"]

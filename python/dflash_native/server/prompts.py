@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,8 +43,7 @@ class Prompts:
         template = tokenizer.chat_template
         self._variables: frozenset[str] | None = None
         if isinstance(template, str):
-            parsed = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
-            self._variables = frozenset(meta.find_undeclared_variables(_parse(parsed, template)))
+            self._variables = _variables(template)
 
     def of_chat(self, request: ChatRequest) -> Prompt:
         """Raises ApiError (400) for what the model's template cannot show."""
@@ -127,10 +127,14 @@ class Prompts:
         return variables
 
 
-def _parse(environment: jinja2.Environment, template: str) -> Any:
-    """The syntax tree of a template, with the tag that transformers adds left out."""
-    template = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    return environment.parse(template)
+def _variables(template: str) -> frozenset[str] | None:
+    """What a template reads; None where only transformers can tell."""
+    environment = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"])
+    plain = re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", template)  # a tag of transformers
+    try:
+        return frozenset(meta.find_undeclared_variables(environment.parse(plain)))
+    except jinja2.TemplateSyntaxError:
+        return None
 
 
 def _text(content: Content) -> str:

@@ -45,7 +45,7 @@ def run(worker: Worker, settings: Settings, listener: socket.socket) -> None:
         for each, handler in before.items():
             signal.signal(each, handler)
         worker.stop()
-        worker.join(_GRACE)
+        worker.join(6 * _GRACE)  # the unit of work at hand
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

@@ -1,0 +1,23 @@
+"""A short soak; `bench/soak.py` alone is the long one, with the limit of 3 % for memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+SOAK = Path(__file__).parent.parent.parent / "bench" / "soak.py"
+
+
+def test_answers_stay_right_and_every_stream_ends_once():
+    sizes = ["--sequential", "30", "--mixed", "48", "--growth", "0.15"]
+    cache = ["--prefix-cache-bytes", str(32 << 20)]  # full, and evicting, in the warm-up
+    command = [sys.executable, str(SOAK), *sizes, "--", *cache]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    assert found["wrong"] == [] and found["left"] == 16
+    asked = 12 + 30 + 48 + 24
+    assert asked - found["left"] <= sum(found["ended"].values()) <= asked
+    assert set(found["ended"]) <= {"done", "cancelled"}
