@@ -1,4 +1,5 @@
-"""Requests as Continue and Open WebUI send them. Each fixture names the page that documents it."""
+"""Requests as Continue and Open WebUI send them. Each fixture names the page that documents what is
+sent, and the public source that gives it its shape."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def test_a_client_is_answered(url, scripted, request_of_client):
     sent = request_of_client
     server = scripted if sent.get("needs_tools") else url
     body, headers = sent["body"], sent["headers"]
-    assert sent["source"].startswith("https://")
+    assert sent["source"].startswith("https://") and sent["shape"].startswith("https://")
     if not body["stream"]:
         answer = httpx.post(server + sent["path"], json=body, headers=headers, timeout=60)
         choice = answer.json()["choices"][0]

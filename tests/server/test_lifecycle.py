@@ -90,6 +90,13 @@ def test_logs_in_json():
     assert len(left) == 1 and left[0]["complete"] is False
 
 
+def test_without_its_packages():
+    code = "import sys; sys.modules['fastapi'] = None; from dflash_native.cli import app; app()"
+    done = subprocess.run([sys.executable, "-c", code, "serve"], capture_output=True, text=True)
+    assert done.returncode == 1 and "pip install 'dflash-native[server]'" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def start(*arguments):
     command = [sys.executable, "-m", "dflash_native", "serve", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -72,7 +72,6 @@ def test_unknown_parameters(url, path, name, value):
         ("max_tokens", 0),
         ("max_tokens", -1),
         ("max_tokens", 1.5),
-        ("max_tokens", 10**9),
         ("n", 0),
         ("n", 17),
         ("seed", 2**63),
@@ -193,9 +192,10 @@ def test_prompts_that_are_none(url):
 def test_a_context_that_is_too_long(url):
     error = refused(post(url, "/v1/completions", {"prompt": [5] * 4096}), 400, "messages")
     assert error["code"] == "context_length_exceeded" and "4096" in error["message"]
-    answer = post(url, "/v1/completions", {"prompt": [5] * 4090, "max_tokens": 100})
-    assert answer.json()["usage"]["completion_tokens"] <= 6
-    assert answer.json()["choices"][0]["finish_reason"] == "length"
+    for budget in (100, 32_000):  # OpenCode asks for so many, whatever the model
+        answer = post(url, "/v1/completions", {"prompt": [5] * 4090, "max_tokens": budget})
+        assert answer.json()["usage"]["completion_tokens"] == 6
+        assert answer.json()["choices"][0]["finish_reason"] == "length"
 
 
 # Who may ask.

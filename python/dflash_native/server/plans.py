@@ -95,10 +95,10 @@ class Planner:
                 param="messages",
                 code="context_length_exceeded",
             )
-        limit = settings.max_tokens or settings.max_context
-        if asked is not None and asked > limit:
+        limit = settings.max_tokens
+        if asked is not None and limit is not None and asked > limit:
             raise _invalid("max_tokens", f"expected at most {limit} but got {asked}")
-        return min(asked or limit, room)
+        return min(asked or limit or room, room)
 
     def _sampling(self, request: GenerationRequest, prompt: Prompt, index: int) -> Sampling:
         temperature = request.temperature
