@@ -153,7 +153,7 @@ def soak(url: str, sequential: int, mixed: int, seed: int) -> dict:
         settle(client)
         end = time.monotonic()
         in_a_row("after", SAMPLES)
-        requests = client.get("/status").json()["totals"]["requests"]
+        status = client.get("/status").json()
     warm_up = sequential // 5
     warm, last = (median(part) for part in (memory[warm_up : warm_up + SAMPLES], memory[-SAMPLES:]))
     return {
@@ -163,9 +163,11 @@ def soak(url: str, sequential: int, mixed: int, seed: int) -> dict:
         "mixed_seconds": round(end - between, 1),
         "left": left,
         "wrong": wrong,
-        "ended": requests,
+        "ended": status["totals"]["requests"],
+        "mlx_mb": {kind: round(count / 1e6, 1) for kind, count in status["memory"].items()},
+        "cache_mb": round((status["cache"] or {"nbytes": 0})["nbytes"] / 1e6, 1),
         "resident_mb": [round(each / 1e6, 1) for each in (warm, last)],
-        "least_and_most_mb": [round(each(memory[warm_up:]) / 1e6, 1) for each in (min, max)],
+        "deciles_mb": [round(memory[i * len(memory) // 10] / 1e6, 1) for i in range(10)],
         "growth": round(last / warm - 1, 4),
     }
 

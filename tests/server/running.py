@@ -14,7 +14,9 @@ from types import SimpleNamespace
 import httpx
 import uvicorn
 
-from dflash_native.server import Settings, bind, create_app
+from dflash_native.server.app import create_app
+from dflash_native.server.serving import bind
+from dflash_native.server.settings import Settings
 
 
 @contextmanager

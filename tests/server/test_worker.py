@@ -14,10 +14,10 @@ import pytest
 import running
 from dflash_native import load_demo
 from dflash_native.sampling import Sampling
-from dflash_native.server import Engine, Worker
+from dflash_native.server.choices import Engine
 from dflash_native.server.jobs import Choice, Done, Failed, Job, Piece, Progress
 from dflash_native.server.prompts import Prompt
-from dflash_native.server.worker import Refused
+from dflash_native.server.worker import Refused, Worker
 from dflash_native.session import Session
 from dflash_native.targets import Target
 

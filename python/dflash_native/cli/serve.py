@@ -11,9 +11,12 @@ from .console import OptionError, check_block_size, err
 from .loading import LOOKUP, demo_pair, lookup, named_pair
 
 try:
-    from ..server import Engine, Settings, Worker, bind
-    from ..server import run as run_server
+    from ..server.choices import Engine
     from ..server.prefix_cache import PrefixCache, fingerprint
+    from ..server.serving import bind
+    from ..server.serving import run as run_server
+    from ..server.settings import Settings
+    from ..server.worker import Worker
 except ImportError as error:
     raise ImportError(
         f"the server needs {error.name}: pip install 'dflash-native[server]'"

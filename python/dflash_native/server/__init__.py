@@ -1,9 +1,4 @@
-"""An OpenAI-compatible server: `create_app` over a started `Worker`, or `run` for all of it."""
+"""An OpenAI-compatible server (`app`, `serving`, `worker`), and the prefix cache that it keeps.
 
-from .app import create_app
-from .choices import Engine
-from .serving import bind, run
-from .settings import Settings
-from .worker import Worker
-
-__all__ = ["Engine", "Settings", "Worker", "bind", "create_app", "run"]
+Nothing is imported here: `prefix_cache` is for engines without the packages of the extra `server`.
+"""
