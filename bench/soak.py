@@ -4,7 +4,8 @@
     python bench/soak.py --sequential 60 --mixed 60    # a short one
     python bench/soak.py -- --prefix-cache-bytes 0     # with other options of the server
 
-A server of the demo pair is started. Requests differ in endpoint, prompt, budget, sampling and
+A server of the demo pair is started, with a prefix cache that is full, and evicts, before the warm-up
+is over, unless options say otherwise. Requests differ in endpoint, prompt, budget, sampling and
 stop strings; each kind's answer is asked for once beforehand, and every later one must be the same
 text with the same usage. Mixed requests come from eight clients at once, and a third of them leave
 at a random moment: before the first event, or after any. Resident memory is the process's own, the
@@ -31,6 +32,7 @@ from dflash_native.demo import prompts
 
 CLIENTS = 8
 SAMPLES = 24
+CACHE = 16_000_000
 
 
 def kinds() -> list[tuple[str, dict]]:
@@ -180,7 +182,8 @@ def main() -> int:
     parser.add_argument("--growth", type=float, default=0.03, help="of memory that is no leak")
     parser.add_argument("serve", nargs="*", help="options of dflash-native serve, after --")
     chosen = parser.parse_args()
-    command = [sys.executable, "-m", "dflash_native", "serve", "--port", "0", *chosen.serve]
+    options = chosen.serve or ["--prefix-cache-bytes", str(CACHE)]
+    command = [sys.executable, "-m", "dflash_native", "serve", "--port", "0", *options]
     pipe = subprocess.PIPE
     server = subprocess.Popen(command, stderr=pipe, stdout=subprocess.DEVNULL, text=True)
     try:
