@@ -7,10 +7,10 @@
 A server of the demo pair is started, with a prefix cache that is full, and evicts, before the
 warm-up is over, unless options say otherwise. Requests differ in endpoint, prompt, budget, sampling
 and stop strings; each kind's answer is asked for once beforehand, and every later one must be the
-same text with the same usage. Mixed requests come from eight clients at once, and a third of them leave
-at a random moment: before the first event, or after any. Resident memory is the process's own, the
-median of 24 requests one after the other: after a warm-up of a fifth of the requests, and once all
-are over. Prints one JSON object; exits with 1 where anything was wrong.
+same text with the same usage. Mixed requests come from eight clients at once, and a third of them
+leave at a random moment: before the first event, or after any. Resident memory is the process's
+own, the median of 24 requests one after the other: after a warm-up of a fifth of the requests, and
+once all are over. Prints one JSON object; exits with 1 where anything was wrong.
 """
 
 from __future__ import annotations

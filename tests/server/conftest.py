@@ -8,17 +8,6 @@ import pytest
 import running
 import scripts
 
-SCRIPTS = {
-    "emoji": "a 😀 é e\u0301 漢字 👩‍👩‍👧 żółć \u2028 नमस्ते 🇪🇺 end",
-    "tool": 'See: <tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 😀", "days": 3}}\n'
-    "</tool_call>",
-    "two": '<tool_call>{"name": "first", "arguments": {}}</tool_call> and '
-    '<tool_call>{"name": "second", "arguments": {"x": [1, null]}}</tool_call>!',
-    "broken": "I call <tool_call>{not JSON, alas}</tool_call> nothing.",
-    "reason": "Let me think: 2 < 3 and </thinking is no mark.\n</think>\n\nTherefore <b>yes</b>.",
-    "plain": "Nothing here needs any <mark> at all, STOP would be one.",
-}
-
 
 @pytest.fixture(scope="session")
 def demo():
@@ -41,7 +30,7 @@ def client(url):
 def checkpoint(tmp_path_factory):
     """The folder of a model that says SCRIPTS, and the pieces of each."""
     folder = tmp_path_factory.mktemp("models") / "scripted"
-    return folder, scripts.save(folder, SCRIPTS, thinking="reason")
+    return folder, scripts.save(folder, scripts.SCRIPTS, thinking="reason")
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,16 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+SCRIPTS = {
+    "emoji": "a 😀 é e\u0301 漢字 👩‍👩‍👧 żółć \u2028 नमस्ते 🇪🇺 end",
+    "tool": 'See: <tool_call>\n{"name": "weather", "arguments": {"city": "Zürich 😀", "days": 3}}\n'
+    "</tool_call>",
+    "two": '<tool_call>{"name": "first", "arguments": {}}</tool_call> and '
+    '<tool_call>{"name": "second", "arguments": {"x": [1, null]}}</tool_call>!',
+    "broken": "I call <tool_call>{not JSON, alas}</tool_call> nothing.",
+    "reason": "Let me think: 2 < 3 and </thinking is no mark.\n</think>\n\nTherefore <b>yes</b>.",
+    "plain": "Nothing here needs any <mark> at all, STOP would be one.",
+}
 END = "<|end|>"
 TEMPLATE = (
     "{% if tools %}{{ tools | tojson }}{% endif %}"

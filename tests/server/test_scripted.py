@@ -8,7 +8,7 @@ import openai
 import pytest
 
 import scripts
-from conftest import SCRIPTS
+from scripts import SCRIPTS
 
 WEATHER = {
     "type": "function",
@@ -200,10 +200,11 @@ def test_a_conversation_with_a_tool_goes_on(actor):
     ]
     answer = actor.chat.completions.create(model="scripted", messages=messages, tools=[WEATHER])
     assert answer.choices[0].message.content == SCRIPTS["plain"]
-    call["function"]["arguments"] = "no JSON"
-    with pytest.raises(openai.BadRequestError) as refused:
-        actor.chat.completions.create(model="scripted", messages=messages)
-    assert refused.value.param == "messages.2.tool_calls.0.function.arguments"
+    for arguments in ("no JSON", "[]", "[" * 100_000, '{"a": NaN}'):  # the third was a 500
+        call["function"]["arguments"] = arguments
+        with pytest.raises(openai.BadRequestError) as refused:
+            actor.chat.completions.create(model="scripted", messages=messages)
+        assert refused.value.param == "messages.2.tool_calls.0.function.arguments"
 
 
 def test_what_the_template_does_not_read_is_refused(actor):

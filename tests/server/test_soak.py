@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SOAK = Path(__file__).parent.parent.parent / "bench" / "soak.py"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="resident memory is read from /proc")
 def test_answers_stay_right_and_every_stream_ends_once():
     sizes = ["--sequential", "30", "--mixed", "48", "--growth", "0.15"]
     command = [sys.executable, str(SOAK), *sizes]

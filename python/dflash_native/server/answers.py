@@ -11,6 +11,8 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from .jobs import Job, Piece, TokenLogprob
 
+_LEAST = -9999.0
+"""OpenAI's number for a probability of zero, since JSON has no infinity."""
 _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
@@ -127,9 +129,10 @@ class Answer:
         self._offsets[choice] = offsets.pop()
         return {
             "tokens": tokens,
-            "token_logprobs": [each.logprob for each in found],
+            "token_logprobs": [max(each.logprob, _LEAST) for each in found],
             "top_logprobs": [
-                {self._text(token): value for token, value in reversed(each.top)} for each in found
+                {self._text(token): max(value, _LEAST) for token, value in reversed(each.top)}
+                for each in found
             ],
             "text_offset": offsets,
         }
@@ -140,7 +143,7 @@ class Answer:
 
     def _token(self, token: int, logprob: float) -> dict[str, Any]:
         text = self._text(token)
-        return {"token": text, "logprob": max(logprob, -9999.0), "bytes": self._bytes(token, text)}
+        return {"token": text, "logprob": max(logprob, _LEAST), "bytes": self._bytes(token, text)}
 
     def _text(self, token: int) -> str:
         return str(self._tokenizer.decode([token]))

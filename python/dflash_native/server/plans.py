@@ -45,7 +45,7 @@ class Planner:
                 index=index,
                 prompt=prompt,
                 sampling=self._sampling(request, prompt, index),
-                max_tokens=self._max_tokens(both[0] or both[1], prompt),
+                max_tokens=self._max_tokens(both[0] or both[1], prompt, "messages"),
                 stop=_stops(request),
                 top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
                 tools=tuple(tools),
@@ -74,7 +74,9 @@ class Planner:
                 index=index,
                 prompt=prompts[index // request.n],
                 sampling=self._sampling(request, prompts[index // request.n], index),
-                max_tokens=self._max_tokens(request.max_tokens, prompts[index // request.n]),
+                max_tokens=self._max_tokens(
+                    request.max_tokens, prompts[index // request.n], "prompt"
+                ),
                 stop=_stops(request),
                 top_logprobs=request.logprobs,
                 chat=False,
@@ -82,7 +84,7 @@ class Planner:
             for index in range(len(prompts) * request.n)
         ]
 
-    def _max_tokens(self, asked: int | None, prompt: Prompt) -> int:
+    def _max_tokens(self, asked: int | None, prompt: Prompt, name: str) -> int:
         """What was asked for, as far as the context allows it."""
         settings = self._settings
         length = len(prompt.tokens)
@@ -92,7 +94,7 @@ class Planner:
                 400,
                 f"expected a prompt below {settings.max_context} tokens, the context of this "
                 f"server, but got {length}",
-                param="messages",
+                param=name,
                 code="context_length_exceeded",
             )
         limit = settings.max_tokens
@@ -121,7 +123,8 @@ class Planner:
     def _logit_bias(self, request: GenerationRequest) -> dict[int, float] | None:
         bias = {}
         for name, value in request.logit_bias.items():
-            if not name.isascii() or not name.isdigit() or int(name[:20]) >= self._vocab_size:
+            sound = name.isascii() and name.isdigit() and len(name) < 10
+            if not sound or int(name) >= self._vocab_size:
                 raise _invalid(
                     "logit_bias",
                     f"expected token ids in 0 … {self._vocab_size - 1} but got {name[:40]!r}",

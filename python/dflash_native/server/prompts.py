@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from dataclasses import dataclass
 from typing import Any
 
 import jinja2
 from jinja2 import meta
+from pydantic_core import from_json
 from transformers import PreTrainedTokenizerBase
 
 from .errors import ApiError
@@ -71,7 +71,7 @@ class Prompts:
                     tokenize=False,
                     **variables,
                 )
-            except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+            except Exception as error:  # a template is a program of the model's makers
                 raise ApiError(
                     400,
                     f"the model's chat template refuses these messages: {error}",
@@ -170,7 +170,7 @@ def _template_message(message: Message, index: int) -> dict[str, Any]:
 
 def _template_call(call: ToolCall, place: str) -> dict[str, Any]:
     try:
-        arguments = json.loads(call.function.arguments or "{}")
+        arguments = from_json(call.function.arguments or "{}", allow_inf_nan=False)
     except ValueError:
         arguments = None
     if not isinstance(arguments, dict):
