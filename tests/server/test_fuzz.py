@@ -14,7 +14,7 @@ def test_no_500(tmp_path):
     with running.process("--max-tokens", 8, "--max-context", 256, "--block-size", 4) as server:
         command = [sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json"]
         options = ["--checks", "not_a_server_error", "--phases", "examples,coverage,fuzzing"]
-        options += ["--max-time", "40", "--seed", "1", "--request-timeout", "20"]
+        options += ["--max-time", "30", "--seed", "1", "--request-timeout", "20"]
         options += ["--suppress-health-check", "all", "--generation-deterministic"]
         done = subprocess.run(
             [*command, *options], capture_output=True, text=True, timeout=170, cwd=tmp_path

@@ -297,7 +297,7 @@ def test_a_body_without_end_is_not_read_to_its_end(guarded):
         head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer one\r\n"
         head += "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
         connection.sendall(head.encode())
-        for _ in range(5):
+        for _ in range(2):  # and no more: what nobody reads resets the connection
             connection.sendall(b"400\r\n" + b" " * 1024 + b"\r\n")
         answer = b""
         while part := connection.recv(4096):
