@@ -98,6 +98,12 @@ def test_values_out_of_range(url, path, name, value):
     assert error["param"].split(".")[0] == name and error["type"] == "invalid_request_error"
 
 
+def test_what_only_the_sampler_refuses(url):
+    """In range of the field, but not of fp32: it was a 500."""
+    error = refused(post(url, "/v1/completions", {**TEXT, "repetition_penalty": 1e-9}), 400)
+    assert "repetition_penalty" in error["message"]
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [

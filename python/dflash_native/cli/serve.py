@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .console import OptionError, check_block_size, err
-from .loading import LOOKUP, demo_pair, lookup, named_pair
+from .loading import check_draft, demo_pair, named_pair, own_drafter
 
 try:
     from ..server.choices import Engine
@@ -78,16 +78,16 @@ def _engine(
         if model is None
         else named_pair(model, draft, dtype or "stored", exact)
     )
-    if model is None and draft == LOOKUP:
-        drafter = lookup()
     if drafter is not None:
+        if model is None:
+            drafter = own_drafter(draft, drafter)
         check_block_size(block_size, drafter.max_drafts + 1)
     costs = None
     if drafter is not None and block_size is None:
-        from ..session import costs_of
+        from ..costs import cached_or_measured
 
         with err().status("measuring what a round costs"):
-            costs = costs_of(target, drafter)
+            costs = cached_or_measured(target, drafter)
     return Engine(
         target=target,
         tokenizer=tokenizer,
@@ -147,11 +147,7 @@ def _check_options(
     chosen: dict[str, Any],
 ) -> None:
     """Refuse before anything is loaded."""
-    if draft not in (None, LOOKUP) and model is None:
-        raise OptionError(
-            "expected --draft only with --model (or lookup): without --model the built-in pair "
-            "runs, which has its own draft"
-        )
+    check_draft(model, draft)
     if block_size is not None and model is not None and draft is None:
         raise OptionError("expected --block-size only with a draft but got no --draft")
     check_block_size(block_size)

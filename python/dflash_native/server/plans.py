@@ -107,18 +107,21 @@ class Planner:
         if request.top_k >= self._vocab_size:
             raise _invalid("top_k", f"expected below {self._vocab_size} but got {request.top_k}")
         penalty = request.repetition_penalty
-        return Sampling(
-            temperature=self._settings.temperature if temperature is None else temperature,
-            top_p=request.top_p,
-            min_p=request.min_p,
-            top_k=request.top_k,
-            repetition_penalty=None if penalty == 1 else penalty,
-            repetition_context_size=request.repetition_context_size,
-            logit_bias=self._logit_bias(request),
-            logits_processors=_penalties(request, len(prompt.tokens)),
-            # Each choice has noise of its own, which depends on the seed all the same.
-            seed=None if request.seed is None else request.seed + index,
-        )
+        try:
+            return Sampling(
+                temperature=self._settings.temperature if temperature is None else temperature,
+                top_p=request.top_p,
+                min_p=request.min_p,
+                top_k=request.top_k,
+                repetition_penalty=None if penalty == 1 else penalty,
+                repetition_context_size=request.repetition_context_size,
+                logit_bias=self._logit_bias(request),
+                logits_processors=_penalties(request, len(prompt.tokens)),
+                # Each choice has noise of its own, which depends on the seed all the same.
+                seed=None if request.seed is None else request.seed + index,
+            )
+        except ValueError as error:
+            raise ApiError(400, str(error), code="invalid_value") from None
 
     def _logit_bias(self, request: GenerationRequest) -> dict[int, float] | None:
         bias = {}
