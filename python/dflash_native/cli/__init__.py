@@ -270,3 +270,115 @@ def verify_command(
             stock=stock,
             as_json=json,
         )
+
+
+@app.command("serve")
+def serve_command(
+    model: Annotated[
+        str | None,
+        typer.Option(help="The target: a folder or a hub id. Without it, the built-in pair."),
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Its draft, as for generate. Without it, plain decoding.")
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(help="The model's id for clients.", show_default="the folder's name"),
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8080,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Clients must send one of these; repeatable.", envvar="DFLASH_NATIVE_API_KEY"
+        ),
+    ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A name by which clients reach it, beside localhost and addresses; repeatable."
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="An origin whose web pages may call, * for all; repeatable."),
+    ] = None,
+    parallel: Annotated[int, typer.Option(help="Requests that are worked on in turn.")] = 4,
+    queue: Annotated[int, typer.Option(help="Requests that may wait; then 503.")] = 32,
+    max_context: Annotated[
+        int | None,
+        typer.Option(help="Most tokens of prompt and answer.", show_default="the model's own"),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens a request may ask for, and its default.",
+            show_default="what the context allows",
+        ),
+    ] = None,
+    max_body_bytes: Annotated[int, typer.Option(help="Most bytes of a request.")] = 8 << 20,
+    timeout: Annotated[float, typer.Option(help="Most seconds of a request.")] = 600.0,
+    drain: Annotated[
+        float, typer.Option(help="Seconds that open requests get when the server is stopped.")
+    ] = 30.0,
+    temperature: Annotated[float, typer.Option(help="Of requests that name none.")] = 0.0,
+    prefill_step_size: Annotated[
+        int, typer.Option(help="Most prompt tokens read before the next request has its turn.")
+    ] = 512,
+    prefix_cache_bytes: Annotated[
+        int, typer.Option(help="Memory for prompts that were read before; 0 keeps none.")
+    ] = 1 << 30,
+    prefix_cache_dir: Annotated[
+        Path | None, typer.Option(help="A folder that keeps them beyond this run.")
+    ] = None,
+    prefix_cache_disk_bytes: Annotated[
+        int | None, typer.Option(help="Most bytes in it.", show_default="no limit")
+    ] = None,
+    block_size: _BlockSize = None,
+    dtype: Annotated[
+        DtypeName | None,
+        typer.Option(
+            help="Of weights and activations.",
+            show_default="stored; float32 for the built-in pair",
+        ),
+    ] = None,
+    exact: _Exact = True,
+    log_json: Annotated[bool, typer.Option("--log-json", help="Log in JSON lines.")] = False,
+) -> None:
+    """Serve a model to OpenAI's clients, with a status page at /.
+
+    Ctrl-C or SIGTERM ends it once the open requests are answered.
+    """
+    from .console import guard
+
+    with guard():
+        from .serve import run
+
+        run(
+            model=model,
+            draft=draft,
+            name=name,
+            host=host,
+            port=port,
+            api_keys=tuple(api_key or ()),
+            allowed_hosts=tuple(allowed_host or ()),
+            cors_origins=tuple(cors_origin or ()),
+            parallel=parallel,
+            queue=queue,
+            max_context=max_context,
+            max_tokens=max_tokens,
+            max_body_bytes=max_body_bytes,
+            timeout=timeout,
+            drain=drain,
+            temperature=temperature,
+            prefill_step_size=prefill_step_size,
+            block_size=block_size,
+            dtype=dtype,
+            exact=exact,
+            log_json=log_json,
+            cache={
+                "budget_bytes": prefix_cache_bytes,
+                "directory": prefix_cache_dir,
+                "disk_budget_bytes": prefix_cache_disk_bytes,
+            },
+        )
