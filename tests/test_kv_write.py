@@ -77,7 +77,9 @@ def test_steps_in_flight_are_written_in_place(backend):
 
     (alike, buffers), (expected, copied) = peak(True), peak(False)
     assert same(alike, expected)
-    assert buffers < 1.2 and copied > buffers + 1  # the first write has nothing to wait for
+    assert buffers < 1.2  # the first write has nothing to wait for
+    if backend != "mock":  # whose steps are done at once
+        assert copied > buffers + 1
 
 
 def test_rows_are_read_before_they_are_written_over(backend):
