@@ -1,4 +1,4 @@
-"""README's examples for other engines do what it says, run as they stand there."""
+"""The examples of docs/embedding.md for other engines do what it says, run as they stand there."""
 
 from __future__ import annotations
 

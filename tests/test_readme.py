@@ -1,4 +1,4 @@
-"""The README's drafter, run as it is printed."""
+"""The examples of docs/decoding.md, run as they are printed."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import pytest
 
 from dflash_native.drafters import Drafter, DraftSession
 from dflash_native.session import Session
-from readme import README, block
+from readme import block
 
 
 @pytest.fixture(scope="module")
 def names():
     mx.set_default_device(mx.cpu)
     found: dict = {}
-    exec(compile(block("A drafter of your own"), str(README), "exec"), found)
+    exec(compile(block("A drafter of your own"), "docs/decoding.md", "exec"), found)
     return found
 
 
@@ -34,3 +34,10 @@ def test_the_drafter_of_the_readme_runs_and_changes_no_token(names):
 def test_it_is_about_thirty_lines():
     lines = [line for line in block("A drafter of your own").splitlines() if line.strip()]
     assert len(lines) <= 34
+
+
+def test_the_sampling_of_the_readme(capsys):
+    mx.set_default_device(mx.cpu)
+    exec(block("Sampling"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 50 and all(" -" in line for line in lines)

@@ -2,7 +2,7 @@
 
 A round calls `observe`, then `propose`; the target's verdict shows in the tokens of the next
 `observe`. Whatever a drafter proposes changes how many tokens a round emits, never which. The
-README has a drafter of one's own in thirty lines.
+docs/decoding.md has a drafter of one's own in thirty lines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""README's client, run as it is printed but for the port."""
+"""The client of docs/serving.md, run as it is printed but for the port."""
 
 from __future__ import annotations
 
