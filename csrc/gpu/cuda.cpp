@@ -89,21 +89,22 @@ std::string key_of(
     const std::vector<mx::Dtype>& dtypes) {
   std::string key = text.name;
   key.reserve(256);
-  auto append = [&](const std::string& name, mx::Dtype dtype) {
+  auto append = [&](const std::string& part, char last) {
     key += ' ';
-    key += name;
-    key += char('A' + int(dtype.val()));
+    key += part;
+    key += last;
   };
-  for (size_t i = 0; i < operands.size(); ++i) append(text.inputs[i], operands[i].dtype());
-  for (size_t i = 0; i < dtypes.size(); ++i) append(text.outputs[i], dtypes[i]);
-  for (const auto& size : sizes) key += ' ' + size.first;
+  auto letter = [](mx::Dtype dtype) { return char('A' + int(dtype.val())); };
+  for (size_t i = 0; i < operands.size(); ++i) append(text.inputs[i], letter(operands[i].dtype()));
+  for (size_t i = 0; i < dtypes.size(); ++i) append(text.outputs[i], letter(dtypes[i]));
+  for (const auto& size : sizes) append(size.first, ';');
   for (const auto& constant : text.constants) {
     if (auto dtype = std::get_if<mx::Dtype>(&constant.second)) {
-      append("", *dtype);
+      append("", letter(*dtype));
     } else if (auto flag = std::get_if<bool>(&constant.second)) {
-      key += *flag ? " t" : " f";
+      append("", *flag ? 't' : 'f');
     } else {
-      key += ' ' + std::to_string(std::get<int>(constant.second));
+      append(std::to_string(std::get<int>(constant.second)), ';');
     }
   }
   return key;
