@@ -13,7 +13,7 @@ import pytest
 from dflash_native import Session, Target, load_demo
 from readme import block
 
-PROMPT = "def quicksort("
+PROMPT = "def read_lines(path):\n    with open("
 
 
 @pytest.fixture(scope="module")

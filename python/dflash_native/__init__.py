@@ -1,11 +1,26 @@
-"""Block speculative decoding on hybrid models, with state rollback that is exact to the bit."""
+"""Block speculative decoding on hybrid models, with state rollback that is exact to the bit.
+
+    from dflash_native import load_demo, stream_generate
+
+    model, tokenizer, drafter = load_demo()  # or load(path), load_drafter(path)
+    for response in stream_generate(model, tokenizer, "class Stack:", 64, drafter):
+        print(response.text, end="")
+
+`Session` is the loop for engines, `ops` the kernels alone, `Sampling` how tokens are drawn.
+"""
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import mlx.core  # noqa: F401  (first: the extension needs libmlx loaded)
+try:
+    import mlx.core  # noqa: F401  (first: the extension needs libmlx loaded)
+except ImportError as error:  # pip installs MLX's Linux package without a backend
+    raise ImportError(
+        f"dflash_native needs a backend of MLX ({error}). Repair: pip install 'mlx[cpu]==0.32.4', "
+        "or 'mlx[cuda13]==0.32.4' on an NVIDIA GPU; its own extras cpu and cuda13 do the same"
+    ) from error
 
 from . import ops, reference
 from .tape import Tape

@@ -125,9 +125,12 @@ class _Result:
 
     def print_statistics(self, model: str | None, *, plain: bool) -> None:
         """On standard error, below the text."""
-        if sys.stdout.isatty() and self.text and not self.text.endswith("\n"):
-            print(flush=True)
         console = err()
+        if self.text and not self.text.endswith("\n"):
+            if sys.stdout.isatty():
+                print(flush=True)
+            else:  # a pipe gets the text alone
+                console.print()
         last = self._last
         if last is None or last.stats is None:
             console.print("interrupted before the first token")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ try:
     from ..server.worker import Worker
 except ImportError as error:
     raise ImportError(
-        f"the server needs {error.name}: pip install 'dflash-native[server]'"
+        f"the server needs the packages of the extra server, of which {error.name} is missing: "
+        "pip install fastapi uvicorn prometheus_client"
     ) from error
 
 DEMO_NAME = "dflash-native-demo"
@@ -46,7 +48,7 @@ def run(
     `cache` are arguments of `PrefixCache`, and `chosen` are fields of `Settings`.
     """
     _check_options(model, draft, block_size, prefill_step_size, max_context, cache, chosen)
-    listener = bind(chosen["host"], port)  # first: a port that is taken shows at once
+    listener = _listener(chosen["host"], port)  # first: a port that is taken shows at once
 
     def load() -> Engine:
         engine = _engine(model, draft, dtype, block_size, exact, prefill_step_size)
@@ -62,6 +64,16 @@ def run(
     )
     _announce(settings, listener.getsockname())
     run_server(worker, settings, listener)
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    if not 0 <= port <= 65535:
+        raise OptionError(f"expected --port in 0 … 65535 (0 takes a free one) but got {port}")
+    try:
+        return bind(host, port)
+    except OSError as error:
+        reason = error.strerror or error
+        raise OSError(f"cannot listen at --host {host} --port {port}: {reason}") from None
 
 
 def _engine(

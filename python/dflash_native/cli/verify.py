@@ -257,6 +257,10 @@ def _print(variant: Variant, outcome: Outcome, prompts: int) -> None:
             console.print(f"    {_sentence(variant.tokenizer, each)}", soft_wrap=True)
     console.print(f"  {outcome.rounds} rounds, {outcome.rejections} of them with a rejection")
     console.print(f"  sha256 of the plain tokens: {outcome.digest}", soft_wrap=True)
+    if outcome.stock and variant.name.endswith("bit") and backend() == "cpu":
+        console.print("  (MLX's own quantised products are less accurate on a CPU)")
+    changed = len(outcome.speculative)
+    console.print(f"  drafts changed {f'tokens in {changed} prompts' if changed else 'no token'}")
 
 
 def _sentence(tokenizer: Any, found: Difference) -> str:

@@ -47,7 +47,9 @@ class AccessLog:
             seconds = time.monotonic() - start
             self._time(scope, record, status, seconds)
             line = _fields(scope, record, status, seconds)
-            _log.info(json.dumps(line) if self._as_json else _plain(line))
+            # The page asks for the status every other second.
+            level = logging.DEBUG if line["path"] == "/status" else logging.INFO
+            _log.log(level, json.dumps(line) if self._as_json else _plain(line))
 
     def _time(self, scope: Scope, record: dict[str, Any], status: int, seconds: float) -> None:
         route = scope.get("route")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import socket
 from types import FrameType
@@ -13,6 +14,7 @@ from .app import create_app
 from .settings import Settings
 from .worker import Worker
 
+_log = logging.getLogger("dflash_native.server")
 _GRACE = 5.0
 """Seconds that streams get to send their last event once the worker has ended them."""
 
@@ -61,5 +63,8 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """A second Ctrl-C waits for nothing."""
         again = self.should_exit and sig == signal.SIGINT
+        left = self._worker.active + self._worker.waiting
+        if left and not again:
+            _log.info("stopping: open requests have %g s (%d left)", self._drain, left)
         self._worker.stop(0.0 if again else self._drain)
         super().handle_exit(sig, frame)
