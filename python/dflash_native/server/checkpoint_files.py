@@ -137,6 +137,12 @@ class CheckpointFiles:
             except OSError:  # another process has removed it
                 self._forget(path)
 
+    def refuse(self, key: str, error: Exception) -> None:
+        """Remove and count a file that is of no use, if it is there."""
+        path = self._path(key)
+        if path in self._sizes:
+            self._refuse(path, error)
+
     def _scan(self) -> None:
         """Take up what earlier processes have left; contents are checked when they are read."""
         found = []
