@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,9 @@ def _prefix_cache(
     if budget_bytes == 0 and directory is None:
         return None
     step = engine.prefill_step_size
-    key = fingerprint(engine.target, engine.drafter, prefill_step_size=step)
+    # Blocks of one are plain decoding: their checkpoints hold nothing of the draft.
+    drafter = None if engine.block_size == 1 else engine.drafter
+    key = fingerprint(engine.target, drafter, prefill_step_size=step)
     return PrefixCache(key, budget_bytes, directory=directory, disk_budget_bytes=disk_budget_bytes)
 
 
@@ -164,7 +167,7 @@ def _check_options(
         "--prefix-cache-disk-bytes": (cache["disk_budget_bytes"], 0),
     }
     for option, (value, least) in low.items():
-        if value is not None and value < least:
+        if value is not None and not least <= value < math.inf:
             raise OptionError(f"expected {option} of at least {least} but got {value}")
     if cache["disk_budget_bytes"] is not None and cache["directory"] is None:
         raise OptionError("expected --prefix-cache-disk-bytes only with --prefix-cache-dir")
