@@ -315,6 +315,27 @@ def test_a_body_without_end_is_not_read_to_its_end(guarded):
     assert answer.startswith(b"HTTP/1.1 413") and b"connection: close" in answer.lower()
 
 
+@pytest.mark.parametrize("method", ["POST", "GET"])
+def test_a_body_of_two_lengths_is_refused_and_closes(url, method):
+    """Bug: of content-length and transfer-encoding the second was taken and the connection stayed
+    open, so that a proxy which goes by the first could be made to pass a hidden request. Proof: 200
+    to a body of 29 bytes in a chunk, called 5 bytes long.
+    """
+    host, port = url.removeprefix("http://").split(":")
+    body = json.dumps(TEXT).encode()
+    head = f"{method} /v1/completions HTTP/1.1\r\nhost: {host}\r\ncontent-type: application/json"
+    chunks = b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    for more, status in (("\r\ncontent-length: 5", 400), ("", 200 if method == "POST" else 405)):
+        with socket.create_connection((host, int(port)), timeout=30) as connection:
+            sent = f"{head}\r\ntransfer-encoding: chunked{more}\r\n\r\n".encode() + chunks
+            connection.sendall(sent)
+            answer = connection.recv(65536)
+            assert answer.startswith(f"HTTP/1.1 {status}".encode()), answer
+            if status == 400:
+                while connection.recv(65536):  # it ends
+                    pass
+
+
 FAULTS = 300_000
 ENDLESS = {
     "prompts": ("/v1/completions", {"prompt": [{}] * FAULTS}, "prompt.0"),
