@@ -135,6 +135,7 @@ def test_a_model_that_is_not_there():
         (["--timeout", "inf"], 2, "--timeout of at least 1"),
         (["--timeout", "nan"], 2, "--timeout of at least 1"),
         (["--api-key", ""], 2, "--api-key"),
+        (["--api-key", "key "], 2, "--api-key"),  # no header could have matched it
         (["--block-size", 99], 2, "--block-size"),
         (["--host", "256.1.1.1"], 1, ""),
     ],

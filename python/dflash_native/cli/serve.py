@@ -173,5 +173,5 @@ def _check_options(
         raise OptionError("expected --prefix-cache-disk-bytes only with --prefix-cache-dir")
     if not 0 <= chosen["temperature"] <= 2:
         raise OptionError(f"expected --temperature in 0 … 2 but got {chosen['temperature']}")
-    if not all(chosen["api_keys"]):
-        raise OptionError("expected a text for --api-key but got an empty one")
+    if not all(key and key == key.strip() for key in chosen["api_keys"]):
+        raise OptionError("expected --api-key not to be empty and to have no spaces around it")
