@@ -238,6 +238,57 @@ def test_what_a_killed_process_left_unfinished_is_removed(target, tmp_path):
 # ---- budget and a disk that refuses
 
 
+def test_a_start_beside_a_write_takes_nothing_away(tmp_path, monkeypatch):
+    """Bug: a starting process removed what another one was writing. Proof: the rename found no
+    file, and the checkpoint counted as unwritten, "No such file or directory".
+    """
+    files, sync, others = CheckpointFiles(tmp_path, "f"), os.fsync, []
+
+    def beside(descriptor):
+        others.append(CheckpointFiles(tmp_path, "f"))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", beside)
+    checkpoint = checkpoint_of(1)
+    files.write(key_of(checkpoint), checkpoint)
+    monkeypatch.undo()
+    assert files.counts()["spilled"] == 1 and files.counts()["unwritten"] == 0
+    assert [other.counts()["recovered"] for other in others] == [0, 1]
+    assert files.read(key_of(checkpoint)).tokens == checkpoint.tokens
+
+
+def test_a_file_that_goes_while_the_folder_is_read_is_not_there(tmp_path, monkeypatch):
+    """Bug: the server did not start where another process removed a file between the folder's list
+    and the file's size: FileNotFoundError.
+    """
+    first, second = checkpoint_of(1), checkpoint_of(2)
+    files = CheckpointFiles(tmp_path, "f")
+    for each in (first, second):
+        files.write(key_of(each), each)
+    (tmp_path / "checkpoint-x.unfinished").touch()
+    listed = list(tmp_path.iterdir())
+    files.refuse(key_of(first), ValueError("by the other process"))
+    (tmp_path / "checkpoint-x.unfinished").unlink()
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: listed)
+    assert CheckpointFiles(tmp_path, "f").lengths() == {len(second.tokens)}
+
+
+@pytest.mark.parametrize("length", ["-3", "0"])
+def test_a_length_that_no_prefix_has_is_refused(tmp_path, length):
+    """Bug: a length below 1 in a file's metadata made every key of every prompt another one, so
+    that nothing was found any more.
+    """
+    files, checkpoint = CheckpointFiles(tmp_path, "f"), checkpoint_of(1)
+    files.write(key_of(checkpoint), checkpoint)
+    (written,) = tmp_path.iterdir()
+    arrays, metadata = mx.load(str(written), return_metadata=True)
+    mx.eval(arrays)
+    other = str(written).replace(key_of(checkpoint), 64 * "0")
+    mx.save_safetensors(other, arrays, {**metadata, "length": length})
+    again = CheckpointFiles(tmp_path, "f")
+    assert again.lengths() == {len(checkpoint.tokens)} and again.counts()["refused"] == 1
+
+
 def test_the_least_recently_used_files_go_first(target, tmp_path):
     texts = [prompt_of(20, seed=seed) for seed in range(5)]
     size = filled(target, tmp_path / "one", texts[:1]).stats.disk_nbytes

@@ -7,6 +7,7 @@ from itertools import islice
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 from mlx.utils import tree_map
 from mlx_lm.generate import generate_step, speculative_generate_step
@@ -199,6 +200,22 @@ def test_a_copy_is_independent(model, prompt):
     assert same(found, logits_of(model, [*prompt, 7, 10]))
     found = model(mx.array([[10]]), cache=cache)[:, -1]
     assert same(found, logits_of(model, [*prompt, 7, 8, 9, 10]))
+
+
+def test_a_state_that_is_kept_stays_as_it_is(model, prompt):
+    """Bug: the rows after a trim were written into the arrays that `state` had given, evaluated as
+    they were. Proof: in a llama of 4 layers all 8 arrays. mlx-lm's own caches leave them alone.
+    """
+    (cache,) = model.make_cache()
+    model(mx.array([[*prompt[:8]]]), cache=[cache])
+    kept = cache.state
+    mx.eval(kept)
+    expected = [np.array(array) for array in kept]
+    cache.trim(4)
+    mx.eval(model(mx.array([[7, 8]]), cache=[cache]))
+    assert all(map(np.array_equal, map(np.array, kept), expected))
+    written = [np.array(array) for array in cache.state]
+    assert not all(map(np.array_equal, written, expected))
 
 
 @pytest.mark.parametrize("delivered", [1, 2, 3, 9, 10])

@@ -322,3 +322,26 @@ def test_the_readmes_example(capsys):
     while len(cold.tokens) < len(chat):
         cold.round()
     assert cold.tokens == chat
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_checkpoint_that_does_not_fit_is_a_miss_and_goes(tmp_path, where):
+    """Bug: one that the session refused made the request fail, and each like it ever after: the
+    ValueError of `restore` left the cache as it was. Now it is dropped, and the next one is taken.
+    """
+    model, _, drafter = load_demo()
+    target = Target(model)
+    directory = tmp_path if where == "disk" else None
+    cache, text = PrefixCache("f", ROOMY, directory=directory), prompt_of(40)
+    reader(target)(cache, text[:20], drafter)
+    reader(target)(cache, text[:30])  # plain: without the draft's context
+    if where == "disk":
+        cache = PrefixCache("f", ROOMY, directory=directory)
+    for known in (19, 19):
+        session = Session(target, drafter)
+        assert cache.restore(session, text) == known
+        assert cache.stats.entries == 1
+    assert cache.stats.refused == cache.stats.disk_entries == (where == "disk")
+    with pytest.raises(ValueError, match="fresh session"):
+        cache.restore(session, text)
+    assert cache.stats.entries == 1

@@ -49,11 +49,16 @@ class AttentionCache:
             self.keys = _grown(self.keys, capacity)
             self.values = _grown(self.values, capacity)
 
+    def hand_out(self) -> None:
+        """Let others keep the buffers as they are: the next write copies them where it finds them
+        held.
+        """
+        self.reader = None
+
     def __deepcopy__(self, memo: dict[int, Any]) -> AttentionCache:
         """A copy whose buffers are shared until either writes."""
-        copied = copy.copy(self)
-        self.reader = copied.reader = None  # the next write finds the buffers held, and copies
-        return copied
+        self.hand_out()
+        return copy.copy(self)
 
     def write(self, keys: mx.array, values: mx.array, lengths: Sequence[int]) -> None:
         """Put T new rows of every batch row at `lengths[b]`, in place.
@@ -68,7 +73,8 @@ class AttentionCache:
         self.values = ops.kv_write(self.values, values, lengths, after=self.reader)
 
     def export(self, rows: int) -> dict[str, mx.array]:
-        """The first `rows` rows."""
+        """The first `rows` rows, which stay as they are."""
+        self.hand_out()
         return {"keys": self.keys[:, :, :rows], "values": self.values[:, :, :rows]}
 
     def load(self, arrays: Mapping[str, mx.array]) -> None:
@@ -239,7 +245,8 @@ class Cache:
         """The logical state of one row, flushed: lazy arrays by layer and name.
 
         `{i}.keys`, `{i}.values` `[1, Hkv, length, D]`; `{i}.window` `[1, K-1, C]` and `{i}.state`
-        `[1, Hv, Dv, Dk]` of recurrent layers. They may share memory with this cache.
+        `[1, Hv, Dv, Dk]` of recurrent layers. They may share memory with this cache, whose next
+        call then copies it.
         """
         assert self.batch_size == 1
         self.flush()
@@ -279,7 +286,7 @@ class Cache:
         return sum(array.nbytes for array in self.arrays())
 
     def arrays(self) -> list[mx.array]:
-        """Everything that an evaluation must reach."""
+        """Everything that an evaluation must reach. The next call writes into them."""
         return [array for layer in self.layers for array in layer.arrays()]
 
     def eval(self) -> None:

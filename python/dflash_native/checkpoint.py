@@ -35,6 +35,10 @@ class Checkpoint:
         return sum(array.nbytes for array in self.arrays.values())
 
 
+class Unfit(ValueError):
+    """A checkpoint of another target or another drafter."""
+
+
 def take_checkpoint(tokens: Sequence[int], cache: Cache, draft: DraftSession | None) -> Checkpoint:
     """Of a cache that covers `tokens`, and of a draft that was told and fed as many; lazily.
 
@@ -46,23 +50,25 @@ def take_checkpoint(tokens: Sequence[int], cache: Cache, draft: DraftSession | N
     if isinstance(draft, Resumable):
         context = draft.context(len(tokens))
         found |= {_DRAFT + name: array for name, array in context.items()}
-    # A slice keeps all of its buffer alive. What is contiguous already may stay the session's own,
-    # which writes its next rows in place, but past these.
+    # A slice keeps all of its buffer alive.
     return Checkpoint(tuple(tokens), {name: mx.contiguous(a) for name, a in found.items()})
 
 
 def load_checkpoint(checkpoint: Checkpoint, target: Target, draft: DraftSession | None) -> Cache:
     """A cache that holds the checkpoint's; a draft that can resumes from its context.
 
-    Raises ValueError for arrays that do not fit, and the draft is then still fresh.
+    Raises Unfit for arrays that do not fit, and the draft is then still fresh.
     """
     parts: dict[str, dict[str, mx.array]] = {_CACHE: {}, _DRAFT: {}}
     for name, array in checkpoint.arrays.items():
         prefix = name[: name.find(".") + 1]
         if prefix not in parts:
-            raise ValueError(f"[restore] expected cache.… and draft.… but got an array {name!r}.")
+            raise Unfit(f"[restore] expected cache.… and draft.… but got an array {name!r}.")
         parts[prefix][name.removeprefix(prefix)] = array
-    cache = target.load_cache(parts[_CACHE], len(checkpoint.tokens))
-    if isinstance(draft, Resumable):
-        draft.resume(parts[_DRAFT], checkpoint.tokens)
+    try:
+        cache = target.load_cache(parts[_CACHE], len(checkpoint.tokens))
+        if isinstance(draft, Resumable):
+            draft.resume(parts[_DRAFT], checkpoint.tokens)
+    except ValueError as error:
+        raise Unfit(str(error)) from error
     return cache

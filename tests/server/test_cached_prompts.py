@@ -74,6 +74,18 @@ def test_a_folder_outlives_the_server(cold, tmp_path):
             assert answer["choices"] == cold[0]["choices"]
 
 
+def test_a_folder_of_plain_checkpoints_is_not_one_of_drafted_ones(cold, tmp_path):
+    """Bug: blocks of one keep no context of the draft, yet their checkpoints had the name of those
+    that do. Proof: once a server of --block-size 1 had filled a folder, one with blocks answered
+    500 to every request that began like one of then, "[resume] expected this drafter's context".
+    """
+    for size in (1, 8, 1):
+        with running.process("--prefix-cache-dir", tmp_path, "--block-size", size) as server:
+            answer = chat(server.url, [{"role": "user", "content": LONG}])
+            assert answer["choices"] == cold[0]["choices"]
+    assert cached(answer) > 2000
+
+
 def test_several_choices_read_their_prompt_once(cold):
     with running.process("--block-size", 8) as server:
         answer = chat(server.url, [{"role": "user", "content": LONG}], n=3)

@@ -67,12 +67,17 @@ def test_one_line_a_request():
         httpx.get(f"{server.url}/health", params={"a": "b\nforged 200"})
         running.stream(server.url, "/v1/completions", {"prompt": "import os", "max_tokens": 5})
         httpx.post(f"{server.url}/v1/completions", json={"prompt": ""})
+        forged = {"x-forwarded-for": "6.6.6.6 GET /forged 200", "x-forwarded-proto": "wss"}
+        httpx.get(f"{server.url}/v1/models", headers=forged)
     lines = server.lines["out"]
-    assert len(lines) == 3
+    assert len(lines) == 4
     assert re.match(r"\S+ 127\.0\.0\.1 GET /health 200 seconds=[\d.]+$", lines[0])
     assert "POST /v1/completions 200" in lines[1] and "completion_tokens=5" in lines[1]
     assert "first_token_seconds=" in lines[1] and "complete=True" in lines[1]
     assert "POST /v1/completions 400" in lines[2]
+    # Bug: the client's own X-Forwarded-For stood in the place of its address. Proof: this line
+    # began "6.6.6.6 GET /forged 200 GET /v1/models 200".
+    assert re.match(r"\S+ 127\.0\.0\.1 GET /v1/models 200 seconds=[\d.]+$", lines[3])
 
 
 def test_logs_in_json():
@@ -93,7 +98,7 @@ def test_logs_in_json():
 def test_without_its_packages():
     code = "import sys; sys.modules['fastapi'] = None; from dflash_native.cli import app; app()"
     done = subprocess.run([sys.executable, "-c", code, "serve"], capture_output=True, text=True)
-    assert done.returncode == 1 and "pip install 'dflash-native[server]'" in done.stderr
+    assert done.returncode == 1 and "pip install fastapi uvicorn" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -124,7 +129,13 @@ def test_a_model_that_is_not_there():
         (["--queue", -1], 2, "--queue of at least 0"),
         (["--temperature", 3], 2, "--temperature in 0 … 2"),
         (["--max-context", 1], 2, "--max-context of at least 2"),
+        # inf and nan were an OverflowError once all was loaded, or each request's 504.
+        (["--drain", "inf"], 2, "--drain of at least 0"),
+        (["--drain", "nan"], 2, "--drain of at least 0"),
+        (["--timeout", "inf"], 2, "--timeout of at least 1"),
+        (["--timeout", "nan"], 2, "--timeout of at least 1"),
         (["--api-key", ""], 2, "--api-key"),
+        (["--api-key", "key "], 2, "--api-key"),  # no header could have matched it
         (["--block-size", 99], 2, "--block-size"),
         (["--host", "256.1.1.1"], 1, ""),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import math
 import socket
 from dataclasses import replace
 from pathlib import Path
@@ -118,7 +119,9 @@ def _prefix_cache(
     if budget_bytes == 0 and directory is None:
         return None
     step = engine.prefill_step_size
-    key = fingerprint(engine.target, engine.drafter, prefill_step_size=step)
+    # Blocks of one are plain decoding: their checkpoints hold nothing of the draft.
+    drafter = None if engine.block_size == 1 else engine.drafter
+    key = fingerprint(engine.target, drafter, prefill_step_size=step)
     return PrefixCache(key, budget_bytes, directory=directory, disk_budget_bytes=disk_budget_bytes)
 
 
@@ -176,11 +179,11 @@ def _check_options(
         "--prefix-cache-disk-bytes": (cache["disk_budget_bytes"], 0),
     }
     for option, (value, least) in low.items():
-        if value is not None and value < least:
+        if value is not None and not least <= value < math.inf:
             raise OptionError(f"expected {option} of at least {least} but got {value}")
     if cache["disk_budget_bytes"] is not None and cache["directory"] is None:
         raise OptionError("expected --prefix-cache-disk-bytes only with --prefix-cache-dir")
     if not 0 <= chosen["temperature"] <= 2:
         raise OptionError(f"expected --temperature in 0 … 2 but got {chosen['temperature']}")
-    if not all(chosen["api_keys"]):
-        raise OptionError("expected a text for --api-key but got an empty one")
+    if not all(key and key == key.strip() for key in chosen["api_keys"]):
+        raise OptionError("expected --api-key not to be empty and to have no spaces around it")

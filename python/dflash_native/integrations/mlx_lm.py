@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import mlx.core as mx
 from mlx.nn.layers.base import Module
 
-from ..cache import Cache
+from ..cache import AttentionCache, Cache
 from ..targets import Target
 
 
@@ -66,7 +66,10 @@ class TrimmableCache:
 
     @property
     def state(self) -> list[mx.array]:
-        """Every array held, for `mx.eval`. It cannot be set."""
+        """Every array held, for `mx.eval` or to keep. It cannot be set."""
+        for layer in self._cache.layers:
+            if isinstance(layer, AttentionCache):
+                layer.hand_out()
         return self._cache.arrays()
 
     @property

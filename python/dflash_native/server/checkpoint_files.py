@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import logging
@@ -88,6 +89,7 @@ class CheckpointFiles:
             descriptor, name = tempfile.mkstemp(_UNFINISHED, _PREFIX, self._directory)
             unfinished = Path(name)
             with os.fdopen(descriptor, "wb") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)  # until it is closed, or the process is killed
                 mx.save_safetensors(file, arrays, metadata)
                 file.flush()
                 os.fsync(file.fileno())
@@ -137,16 +139,25 @@ class CheckpointFiles:
             except OSError:  # another process has removed it
                 self._forget(path)
 
+    def refuse(self, key: str, error: Exception) -> None:
+        """Remove and count a file that is of no use, if it is there."""
+        path = self._path(key)
+        if path in self._sizes:
+            self._refuse(path, error)
+
     def _scan(self) -> None:
         """Take up what earlier processes have left; contents are checked when they are read."""
         found = []
         for path in self._directory.glob(f"{_PREFIX}*"):
-            if path.suffix == _UNFINISHED:
-                self._refused += 1
-                _remove(path)
-            elif path.suffix == _SUFFIX:
-                status = path.stat()
-                found.append((status.st_mtime_ns, path, status.st_size))
+            try:
+                if path.suffix == _UNFINISHED and _is_left(path):
+                    self._refused += 1
+                    _remove(path)
+                elif path.suffix == _SUFFIX:
+                    status = path.stat()
+                    found.append((status.st_mtime_ns, path, status.st_size))
+            except FileNotFoundError:  # another process has renamed or removed it
+                continue
         for _, path, size in sorted(found):
             self._sizes[path] = size
             if not path.name.startswith(self._own):
@@ -168,7 +179,10 @@ class CheckpointFiles:
         for name, expected in (("format", _FORMAT), ("fingerprint", self._fingerprint)):
             if metadata.get(name) != expected:
                 raise ValueError(f"expected {name} {expected} but got {metadata.get(name)}")
-        return int(metadata["length"])
+        length = int(metadata["length"])
+        if length < 1:
+            raise ValueError(f"expected a length of at least 1 but got {length}")
+        return length
 
     def _refuse(self, path: Path, error: Exception) -> None:
         self._refused += 1
@@ -216,6 +230,16 @@ def _checksum(fingerprint: str, arrays: Mapping[str, mx.array]) -> str:
 
 def _nbytes(arrays: Mapping[str, mx.array]) -> int:
     return sum(array.nbytes for array in arrays.values())
+
+
+def _is_left(path: Path) -> bool:
+    """Whether no process writes this file any more. Raises FileNotFoundError."""
+    with open(path, "rb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
 
 
 def _sync(directory: Path) -> None:

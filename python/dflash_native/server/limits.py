@@ -18,7 +18,8 @@ class BodyLimit:
     """413 for a body over `most` bytes, when it says so or when it gets there; 408 for a slow one.
 
     The connection is closed then, since the rest of the body would come. 415 for a body that is not
-    called JSON: a browser sends any other kind without asking this server first.
+    called JSON: a browser sends any other kind without asking this server first. 400 for a body of
+    two lengths: a proxy may take the other one, and the rest for the next request.
     """
 
     def __init__(self, app: ASGIApp, most: int) -> None:
@@ -26,10 +27,14 @@ class BodyLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes the request on; its body is counted as the route reads it."""
+        headers = Headers(scope=scope) if scope["type"] == "http" else {}
+        if "content-length" in headers and "transfer-encoding" in headers:
+            sentence = "expected content-length or transfer-encoding but got both"
+            await respond(ApiError(400, sentence, headers=_CLOSE), scope, receive, send)
+            return
         if scope["type"] != "http" or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        headers = Headers(scope=scope)
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
         try:
             if kind != "application/json":

@@ -27,7 +27,7 @@ class Planner:
 
     def __init__(self, settings: Settings, tokenizer: object, vocab_size: int) -> None:
         self._settings = settings
-        self._prompts = Prompts(tokenizer)
+        self._prompts = Prompts(tokenizer, settings.max_context)
         self._vocab_size = vocab_size
 
     def chat(self, request: ChatRequest) -> list[Choice]:

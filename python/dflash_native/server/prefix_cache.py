@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, Unfit
 from ..session import Session
 from .checkpoint_files import CheckpointFiles, prefix_keys
 from .fingerprints import fingerprint
@@ -42,7 +42,7 @@ class PrefixStats:
     recovered: int = 0
     """Files of an earlier run that were there at the start."""
     refused: int = 0
-    """Files that were torn, damaged or another model's. Damaged ones are removed."""
+    """Files that were torn, damaged, unfit or another model's. All but the last are removed."""
 
 
 class PrefixCache:
@@ -94,18 +94,24 @@ class PrefixCache:
         """Bring a fresh session to the longest prefix of `tokens[:-1]` that is known.
 
         Returns how many tokens it then covers, 0 where none is known: `session.prefill` wants the
-        others, one at least. Raises ValueError for a session that is not fresh.
+        others, one at least. A checkpoint that does not fit the session is dropped. Raises
+        ValueError for a session that is closed or not fresh.
         """
         lengths = {len(checkpoint.tokens) for checkpoint in self._held.values()}
         if self._files is not None:
             lengths |= self._files.lengths()
         for length, key in reversed(prefix_keys(tokens[:-1], lengths)):
             checkpoint = self._find(key)
-            if checkpoint is not None:
+            if checkpoint is None:
+                continue
+            try:
                 session.restore(checkpoint)
-                self._hits += 1
-                self._reused += length
-                return length
+            except Unfit as error:
+                self._drop(key, error)
+                continue
+            self._hits += 1
+            self._reused += length
+            return length
         self._misses += 1
         return 0
 
@@ -179,6 +185,12 @@ class PrefixCache:
         if checkpoint is not None:
             self._keep(key, checkpoint)
         return checkpoint
+
+    def _drop(self, key: str, error: Unfit) -> None:
+        """Of a checkpoint that does not fit the session: it would fail every time."""
+        self._held.pop(key, None)
+        if self._files is not None:
+            self._files.refuse(key, error)
 
     def _touch(self, key: str) -> None:
         self._held.move_to_end(key)

@@ -34,11 +34,15 @@ class Prompts:
 
     A tokenizer without a chat template belongs to a model that continues text. Its prompt is the
     messages' contents with blank lines between them, but an assistant's text follows directly,
-    since it went on from what stood before it. Tools are refused there.
+    since it went on from what stood before it. Tools are refused there. A text that no
+    `max_context` tokens can hold is refused before it is cut into tokens, which takes seconds for
+    megabytes.
     """
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: Any, max_context: int) -> None:
         self._tokenizer = tokenizer
+        longest = max(map(len, tokenizer.get_vocab()), default=1)
+        self._most_characters = max_context * longest
         self._ends = frozenset(tokenizer.eos_token_ids)
         template = tokenizer.chat_template
         self._variables: frozenset[str] | None = None
@@ -77,10 +81,10 @@ class Prompts:
                     f"the model's chat template refuses these messages: {error}",
                     param="messages",
                 ) from None
-            tokens = tokenizer.encode(text, add_special_tokens=False)
+            tokens = self._encode(text, "messages", special=False)
         else:
             text = _continued(messages)
-            tokens = tokenizer.encode(text)
+            tokens = self._encode(text, "messages", special=True)
         inside = tokenizer.has_thinking and text.rstrip().endswith(tokenizer.think_start)
         return self._prompt(tokens, "messages", in_reasoning=inside)
 
@@ -89,7 +93,7 @@ class Prompts:
         if isinstance(prompt, str):
             bos = self._tokenizer.bos_token
             special = bos is None or not prompt.startswith(bos)
-            tokens = list(self._tokenizer.encode(prompt, add_special_tokens=special))
+            tokens = self._encode(prompt, "prompt", special=special)
         else:
             tokens, size = prompt, len(self._tokenizer)
             outside = [token for token in tokens if not 0 <= token < size]
@@ -100,6 +104,17 @@ class Prompts:
                     param="prompt",
                 )
         return self._prompt(tokens, "prompt")
+
+    def _encode(self, text: str, name: str, *, special: bool) -> list[int]:
+        if len(text) > self._most_characters:
+            raise ApiError(
+                400,
+                f"[{name}] expected at most {self._most_characters} characters, which the context "
+                f"of this server can hold, but got {len(text)}",
+                param=name,
+                code="context_length_exceeded",
+            )
+        return list(self._tokenizer.encode(text, add_special_tokens=special))
 
     def _prompt(self, tokens: list[int], name: str, in_reasoning: bool = False) -> Prompt:
         if not tokens:

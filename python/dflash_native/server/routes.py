@@ -39,11 +39,22 @@ class Server:
         self.exact = engine.target.exact
         self._planner = Planner(settings, engine.tokenizer, engine.target.vocab_size)
         self._planning = ThreadPoolExecutor(1, "dflash-native prompts")
+        self._planned = 0
 
     async def plan(self, plan: Callable[[Planner], list[Choice]]) -> list[Choice]:
-        """Templates and tokenizers take their time with long prompts, and not the loop's."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._planning, plan, self._planner)
+        """Templates and tokenizers take their time with long prompts, and not the loop's.
+
+        Raises ApiError (503) where as many prompts are being read as may be worked on or wait.
+        """
+        most = self.settings.queue + self.settings.parallel
+        if self._planned >= most:
+            raise _busy(Refused(f"{self._planned} prompts are read already", "queue_full"))
+        self._planned += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._planning, plan, self._planner)
+        finally:
+            self._planned -= 1
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError (404) for a model that is not here."""
@@ -72,13 +83,13 @@ class Server:
         try:
             self.worker.submit(exchange.job)
         except Refused as refused:
-            raise ApiError(
-                503,
-                refused.message,
-                code=refused.code,
-                headers={"retry-after": str(RETRY_AFTER)},
-            ) from None
+            raise _busy(refused) from None
         return exchange
+
+
+def _busy(refused: Refused) -> ApiError:
+    headers = {"retry-after": str(RETRY_AFTER)}
+    return ApiError(503, refused.message, code=refused.code, headers=headers)
 
 
 def router(server: Server) -> APIRouter:

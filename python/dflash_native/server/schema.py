@@ -8,9 +8,9 @@ happens anyway.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 REFUSED = {
     "audio": "this server gives text only",
@@ -37,7 +37,24 @@ class Fields(BaseModel):
     def _without_nulls(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        return {name: value for name, value in data.items() if value is not None}
+        given = {name: value for name, value in data.items() if value is not None}
+        unknown = [name for name in given if name not in cls.model_fields]
+        for name in unknown[1:]:  # the first one is refused
+            del given[name]
+        return given
+
+
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]
+"""A list that is read up to its first fault: pydantic would write a report on each of a million."""
+
+
+def _one_fault(bias: Any) -> Any:
+    """The same of `logit_bias`: its first fault alone, if it has any."""
+    for token, value in bias.items() if isinstance(bias, dict) else ():
+        if type(value) not in (int, float) or not -100 <= value <= 100:
+            return {token: value}
+    return bias
 
 
 class TextPart(Fields):
@@ -45,7 +62,7 @@ class TextPart(Fields):
     text: str
 
 
-Content = str | list[TextPart]
+Content = str | Items[TextPart]
 
 
 class FunctionCall(Fields):
@@ -71,7 +88,7 @@ class AssistantMessage(Fields):
     role: Literal["assistant"]
     content: Content = ""
     name: str | None = None
-    tool_calls: list[ToolCall] = []
+    tool_calls: Items[ToolCall] = []
     reasoning_content: str | None = None
     reasoning: str | None = None
     """The same by its other name."""
@@ -121,7 +138,7 @@ class GenerationRequest(Fields):
     n: Annotated[int, Field(ge=1, le=16)] = 1
     stop: (
         Annotated[str, Field(min_length=1)]
-        | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
+        | Annotated[Items[Annotated[str, Field(min_length=1)]], Field(max_length=16)]
     ) = []
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
@@ -132,7 +149,9 @@ class GenerationRequest(Fields):
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     repetition_penalty: Annotated[float, Field(gt=0, le=10)] = 1.0
     repetition_context_size: Annotated[int, Field(ge=1, lt=2**31)] = 20
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = {}
+    logit_bias: Annotated[
+        dict[str, Annotated[float, Field(ge=-100, le=100)]], BeforeValidator(_one_fault)
+    ] = {}
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None
@@ -145,15 +164,15 @@ class GenerationRequest(Fields):
 class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[Items[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] = []
+    tools: Items[Tool] = []
     tool_choice: Literal["none", "auto"] = "auto"
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
-    modalities: list[Literal["text"]] = ["text"]
+    modalities: Items[Literal["text"]] = ["text"]
     chat_template_kwargs: dict[str, Any] = {}
     """Variables of the model's chat template, such as enable_thinking."""
     reasoning_effort: str | None = None
@@ -163,5 +182,5 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Items[int] | Items[str] | Items[Items[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

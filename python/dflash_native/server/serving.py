@@ -37,12 +37,14 @@ def run(worker: Worker, settings: Settings, listener: socket.socket) -> None:
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # any client may send them, and the log would believe it
         timeout_graceful_shutdown=int(settings.drain + _GRACE),
     )
-    # uvicorn raises the signal again once it is done: here that is a return.
-    before = {each: signal.signal(each, signal.SIG_IGN) for each in _SIGNALS}
+    server = _Server(config, worker, settings.drain)
+    # uvicorn has these handlers only while it serves, and raises the signal again once it is done.
+    before = {each: signal.signal(each, server.handle_exit) for each in _SIGNALS}
     try:
-        _Server(config, worker, settings.drain).run(sockets=[listener])
+        server.run(sockets=[listener])
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -16,6 +18,9 @@ from .jobs import Choice, Done, Event, Failed, Job, Piece, Progress
 
 _KEEPALIVE = 10.0
 """Seconds of silence after which a stream gets a comment, so that nothing between closes it."""
+_LAST_WORD = 5.0
+"""Seconds beyond a request's time in which its client may read the end."""
+_log = logging.getLogger("dflash_native.server")
 
 
 class Exchange:
@@ -75,15 +80,22 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Sends until the job ends or the client leaves."""
-        headers = self.raw_headers
         try:
-            await send({"type": "http.response.start", "status": 200, "headers": headers})
-            async for text in self._texts():
-                body = text.encode()
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
+            async with asyncio.timeout(self._exchange.job.deadline - time.monotonic() + _LAST_WORD):
+                await self._send(send)
+        except TimeoutError:
+            _log.warning("a stream was left unfinished: its client reads too slowly")
         finally:
             self._exchange.close()
+
+    async def _send(self, send: Send) -> None:
+        """Each `send` waits for a client that does not read."""
+        headers = self.raw_headers
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for text in self._texts():
+            body = text.encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _texts(self) -> AsyncIterator[str]:
         exchange, answer = self._exchange, self._answer
