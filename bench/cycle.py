@@ -219,8 +219,9 @@ def text(document: dict[str, Any]) -> Iterator[str]:
         spread = f"({row['round_ms_low']:.2f}..{row['round_ms_high']:.2f})"
         yield (
             f"{row['context']:7d} {row['width']:5d} {row['plain_ms']:8.3f} {row['round_ms']:8.3f} "
-            f"{spread:>17} {row['plain_steps']:6.2f} {row['draft_ms']:7.3f} {row['verify_ms']:7.3f} "
-            f"{row['host_ms']:6.3f} {row['rollback_ms']:8.3f} {row['replay_ms']:7.3f}"
+            f"{spread:>17} {row['plain_steps']:6.2f} {row['draft_ms']:7.3f} "
+            f"{row['verify_ms']:7.3f} {row['host_ms']:6.3f} {row['rollback_ms']:8.3f} "
+            f"{row['replay_ms']:7.3f}"
         )
     yield "Expected, not measured on text: speed-up where a draft is accepted with this chance"
     yield f"{'context':>7} {'width':>5} " + " ".join(f"{chance:6.2f}" for chance in CHANCES)

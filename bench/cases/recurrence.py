@@ -55,7 +55,7 @@ def _verify(*given: mx.array) -> Results:
     return y, tape.delta
 
 
-def _verify_after(q, k, v, g, beta, state, g0, k0, delta0, keep, by=ops) -> Results:  # noqa: ANN001
+def _verify_after(q, k, v, g, beta, state, g0, k0, delta0, keep, by=ops) -> Results:
     last = Tape(g0, k0, delta0, None)
     y, tape, checkpoint = by.gated_delta_verify(q, k, v, g, beta, state, last, keep)
     return y, tape.delta, checkpoint
@@ -142,7 +142,7 @@ def replay(at: Point) -> Iterator[Case]:
     """A state from a tape; the baseline runs the recurrence again, as rollback without one does."""
     if not _has_recurrence(at):
         return
-    given, state, _, tape = _bytes(at)
+    _, state, _, tape = _bytes(at)
 
     def ours(*inputs: mx.array) -> Results:
         return [ops.gated_delta_replay(inputs[5], Tape(*inputs[6:9], None), inputs[9])]
