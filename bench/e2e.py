@@ -213,6 +213,7 @@ def summary(
     tokens = [text["tokens"] for text in first]
     rounds = sum(text["rounds"] for text in first)
     drafted = None if any(t["drafted"] is None for t in first) else sum(t["drafted"] for t in first)
+    accepted = None if drafted is None else sum(text["accepted"] for text in first)
     emitted = sum(len(each) for each in tokens)
     return {
         "contender": name,
@@ -226,7 +227,8 @@ def summary(
         "rounds": rounds,
         "tokens_per_round": emitted / rounds if rounds else 1.0,
         "drafted": drafted,
-        "acceptance": sum(t["accepted"] for t in first) / drafted if drafted else None,
+        "accepted": accepted,
+        "acceptance": accepted / drafted if drafted else None,
         "drafted_at": added(first, "drafted_at"),
         "accepted_at": added(first, "accepted_at"),
         "equal_to_plain": sum(

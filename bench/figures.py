@@ -52,7 +52,8 @@ def speedup_by_context(ax: Axes, document: Document) -> None:
     contexts = sorted({row["context"] for row in rows})
     ax.set_xticks(contexts, [_short(context) for context in contexts])
     ax.minorticks_off()
-    ax.set(xlabel="context, tokens", ylabel="× plain decoding", ylim=(0, None))
+    ax.set(xlabel="context, tokens", ylabel="× plain decoding")
+    ax.set_ylim(0, 1.3 * max(row["speedup"] for row in rows))
     ax.legend(ncols=2)
 
 
@@ -70,6 +71,7 @@ def cost_by_width(ax: Axes, document: Document) -> None:
             points = [(row["rows"], row["of_plain"][1]) for row in found]
             ax.plot(*zip(*points, strict=True), marker=MARKS[at], color=COLOURS[at], label=label)
     ax.set(xlabel="inputs of a verify", ylabel="plain steps", ylim=(0, None))
+    ax.xaxis.get_major_locator().set_params(integer=True)
     ax.legend()
 
 
@@ -85,7 +87,8 @@ def parts_of_a_round(ax: Axes, document: Document) -> None:
     ax.bar(names, verify, bottom=draft, color=COLOURS[0], label="verify")
     ax.plot(names, host, marker="D", color="black", linewidth=0, label="of these the host's")
     ax.set(xlabel="inputs of a verify", ylabel="ms")
-    ax.legend()
+    ax.margins(y=0.25)
+    ax.legend(loc="upper left")
 
 
 def acceptance_by_position(ax: Axes, document: Document) -> None:
@@ -97,8 +100,10 @@ def acceptance_by_position(ax: Axes, document: Document) -> None:
         places = range(1, len(shares) + 1)
         mark, colour = MARKS[at % len(MARKS)], COLOURS[at % len(COLOURS)]
         ax.plot(places, shares, marker=mark, markersize=4, color=colour, label=row["kind"])
-    ax.set(xlabel="position in the block", ylabel="accepted ÷ drafted", ylim=(0, 1.02))
-    ax.legend(ncols=2)
+    ax.set(xlabel="position in the block", ylabel="accepted ÷ drafted", ylim=(0, 1.3))
+    ax.set_yticks([0, 0.25, 0.5, 0.75, 1])
+    ax.xaxis.get_major_locator().set_params(integer=True)
+    ax.legend(ncols=3, loc="upper center")
 
 
 def roofline(ax: Axes, document: Document) -> None:
@@ -116,7 +121,8 @@ def roofline(ax: Axes, document: Document) -> None:
         mark, colour = MARKS[at % len(MARKS)], COLOURS[at % len(COLOURS)]
         ax.scatter(*zip(*points, strict=True), s=18, marker=mark, color=colour, label=name)
     ax.set(xscale="log", yscale="log", xlabel="FLOP a byte", ylabel="GFLOP/s")
-    ax.legend(fontsize=6.5)
+    ax.set_ylim(top=peak * 30)  # room for the legend
+    ax.legend(fontsize=6.5, ncols=2, loc="upper left")
 
 
 def peers(ax: Axes, document: Document) -> None:
@@ -135,6 +141,7 @@ def peers(ax: Axes, document: Document) -> None:
     ax.set_yticks(range(len(rows)), [row["contender"] for row in rows])
     ax.set(xlabel="× mlx-lm, tokens a second")
     ax.margins(x=0.18)
+    ax.set_ylim(-0.6, len(rows) - 0.4)
     ax.grid(axis="y", visible=False)
 
 

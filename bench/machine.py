@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import time
+from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,8 @@ def limits(dtypes: list[str], quick: bool = False) -> dict[str, Any]:
     copy = _copy(8_000_000 if quick else 400_000_000)
     found: dict[str, Any] = {"copy_gb_s": _best(copy, repeats) / 1e9}
     kinds = ["float32"] if on_cpu else dtypes
-    peaks = {kind: _peak(kind, 256 if quick else 2048, repeats) / 1e9 for kind in kinds}
+    size = 256 if quick else 1024 if on_cpu else 4096
+    peaks = {kind: _peak(kind, size, repeats) / 1e9 for kind in kinds}
     found["matmul_gflop_s"] = {dtype: peaks.get(dtype, peaks[kinds[0]]) for dtype in dtypes}
     small = [mx.zeros((8,)) for _ in range(256)]
     mx.eval(small)
@@ -101,11 +103,15 @@ def limits(dtypes: list[str], quick: bool = False) -> dict[str, Any]:
     return found
 
 
-def _best(rate: Any, repeats: int) -> float:
-    return max(rate() for _ in range(repeats + 1))
+def _best(rate: Callable[[], float], repeats: int) -> float:
+    """The best of so many after one to warm up, or of as many as take three seconds."""
+    end, found = time.perf_counter() + 3.0, [rate(), rate()]
+    while len(found) <= repeats and time.perf_counter() < end:
+        found.append(rate())
+    return max(found)
 
 
-def _copy(size: int) -> Any:
+def _copy(size: int) -> Callable[[], float]:
     """A function that copies `size` bytes and returns bytes a second, read and written."""
     if on_cpu:
         source, target = np.ones(size // 4, np.int32), np.zeros(size // 4, np.int32)

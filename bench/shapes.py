@@ -141,6 +141,7 @@ SHAPES = {
     "qwen3.5-27b": Shape(
         "config.json of Qwen/Qwen3.5-27B, text_config; draft as z-lab/Qwen3.6-27B-DFlash",
         {**HYBRID, **DENSE_27B},
+        {"dflash_config": {"target_layer_ids": (1, 16, 31, 46, 61)}},
     ),
     "qwen3.5-35b-a3b": Shape(
         "config.json of Qwen/Qwen3.5-35B-A3B, text_config; draft as z-lab/Qwen3.6-35B-A3B-DFlash "
@@ -160,6 +161,7 @@ SHAPES = {
             "intermediate_size": 6144,
             "layer_types": ("sliding_attention",) * 5 + ("full_attention",),
             "sliding_window": 4096,
+            "dflash_config": {"target_layer_ids": (1, 6, 11, 16, 22, 27, 32, 37)},
         },
     ),
     "qwen3.8-27b": Shape(
@@ -172,6 +174,7 @@ SHAPES = {
             "layer_types": ("sliding_attention",) * 5,
             "is_causal": False,
             "dflash_config": {
+                "target_layer_ids": (5, 19, 33, 47, 61),
                 "conv_kernel_size": 2,
                 "conv_group_size": 16,
                 "selector_rank": 256,
@@ -195,7 +198,11 @@ SHAPES = {
             "max_position_embeddings": 40960,
             "tie_word_embeddings": False,
         },
-        {"rope_theta": 1e6, "layer_types": ("full_attention",) * 5},
+        {
+            "rope_theta": 1e6,
+            "layer_types": ("full_attention",) * 5,
+            "dflash_config": {"target_layer_ids": (2, 10, 18, 26, 34)},
+        },
     ),
 }
 
@@ -206,11 +213,17 @@ def config_of(shape: str, layers: int | None = None) -> dict[str, Any]:
     return config if layers is None else {**config, "num_hidden_layers": layers}
 
 
-def make_model(shape: str, bits: int, dtype: mx.Dtype, layers: int | None = None) -> Module:
-    """A random model, bits 16 for no quantisation; a weight at a time is in memory in fp32."""
+def lazy_model(shape: str, layers: int | None = None) -> Module:
+    """mlx-lm's model of a preset with random weights that are not evaluated yet."""
     config = config_of(shape, layers)
     module = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model: Module = module.Model(module.ModelArgs.from_dict(config))
+    return model
+
+
+def make_model(shape: str, bits: int, dtype: mx.Dtype, layers: int | None = None) -> Module:
+    """A random model, bits 16 for no quantisation; a weight at a time is in memory in fp32."""
+    model = lazy_model(shape, layers)
     stays = getattr(model, "cast_predicate", lambda path: True)
 
     def cast(path: str, value: mx.array) -> mx.array:
@@ -225,33 +238,37 @@ def make_model(shape: str, bits: int, dtype: mx.Dtype, layers: int | None = None
     return model
 
 
-def make_drafter(
-    shape: str, dtype: mx.Dtype, layers: int | None = None, block_size: int | None = None
-) -> DFlashDrafter:
-    """A random draft for a random model of this preset, its taps spread over the layers."""
+def draft_config(shape: str, layers: int | None = None) -> DFlashConfig:
+    """Of a draft for a preset: published taps, or five (or fewer) spread over the layers."""
     config, extra = config_of(shape, layers), SHAPES[shape].draft
     depth, types = config["num_hidden_layers"], extra.get("layer_types", SLIDING)
-    taps = sorted({1 + round(i * (depth - 3) / 4) for i in range(5)} & set(range(depth)))
-    raw: dict[str, Any] = {
-        **DRAFT,
-        **extra,
-        "hidden_size": config["hidden_size"],
-        "intermediate_size": extra.get("intermediate_size", config.get("intermediate_size")),
-        "vocab_size": config["vocab_size"],
-        "num_hidden_layers": len(types),
-        "layer_types": list(types),
-        "num_target_layers": depth,
-    }
-    raw["dflash_config"] = {
-        "target_layer_ids": taps,
-        "mask_token_id": config["vocab_size"] - 1,
-        **extra.get("dflash_config", {}),
-    }
-    if block_size is not None:
-        raw["block_size"] = block_size
-    parsed = DFlashConfig.from_dict(raw)
-    model = DFlashModel(parsed)
+    spread = sorted({1 + round(i * (depth - 4) / 4) for i in range(5)} & set(range(depth)))
+    nested = extra.get("dflash_config", {})
+    taps = nested.get("target_layer_ids", spread) if layers is None else spread
+    return DFlashConfig.from_dict(
+        {
+            **DRAFT,
+            **extra,
+            "hidden_size": config["hidden_size"],
+            "intermediate_size": extra.get("intermediate_size", config.get("intermediate_size")),
+            "vocab_size": config["vocab_size"],
+            "num_hidden_layers": len(types),
+            "layer_types": list(types),
+            "num_target_layers": depth,
+            "dflash_config": {
+                **nested,
+                "target_layer_ids": list(taps),
+                "mask_token_id": config["vocab_size"] - 1,
+            },
+        }
+    )
+
+
+def make_drafter(shape: str, dtype: mx.Dtype, layers: int | None = None) -> DFlashDrafter:
+    """A random draft for a random model of this preset."""
+    config = draft_config(shape, layers)
+    model = DFlashModel(config)
     model.set_dtype(dtype)
     model.eval()
     mx.eval(model.parameters())
-    return DFlashDrafter(parsed, model)
+    return DFlashDrafter(config, model)

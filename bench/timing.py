@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -112,9 +113,10 @@ def read_or_copy(size: int, queue: int) -> Call:
 def rotation(size: int, least: int = 1) -> int:
     """How many sets of `size` bytes fill the last-level cache four times (CPU 32 MB, GPU 50 MB).
 
-    At most 256 sets and 8 GB of them.
+    At most 256 sets, and no more than 8 GB of them or an eighth of the machine's memory.
     """
     cache = 32e6 if on_cpu else 50e6
     launches = 1 if on_cpu else 8  # of a GPU at once, so that the host's time does not count
     wanted = max(least, launches, int(-(-4 * cache // max(1, size))))
-    return max(1, min(wanted, 256, int(8e9 // max(1, size))))
+    most = min(8e9, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 8)
+    return max(1, min(wanted, 256, int(most // max(1, size))))
