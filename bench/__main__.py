@@ -11,6 +11,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from . import machine
+
 COMMANDS = {
     "kernels": "each operation: time, bandwidth, arithmetic, rivals",
     "cycle": "a round of drafting and verifying, in parts, by context and width",
@@ -47,13 +49,24 @@ def main(arguments: list[str] | None = None) -> int:
         module.add_arguments(added)
     options = parser.parse_args(given)
     if not hasattr(module, "text"):
+        if name not in ("report", "profile"):
+            print_machine(f"python -m bench {shlex.join(given)}", machine.header())
         return int(module.run(options) or 0)
     settle(options, module)
-    document = measured(module, options, given)
+    try:
+        document = measured(module, options, given)
+    except AssertionError as wrong:
+        print(f"FAILED: {wrong}", file=sys.stderr)
+        return 1
     if options.json:
         print(json.dumps(document, indent=1))
     else:
-        print_header(document)
+        about = document["machine"]
+        print_machine(document["command"], about)
+        print(
+            f"{about['date']}, {document['seconds']} s; load {about['load']['average'][0]} before, "
+            f"{document['load_after']['average'][0]} after"
+        )
         for line in module.text(document):
             print(line)
     for failure in document.get("failures", []):
@@ -70,8 +83,6 @@ def settle(options: argparse.Namespace, module: Any) -> None:
 
 def measured(module: Any, options: argparse.Namespace, given: list[str]) -> dict[str, Any]:
     """The document of a run, written to --save, too."""
-    from . import machine
-
     start = time.perf_counter()
 
     def progress(what: str) -> None:
@@ -99,24 +110,17 @@ def measured(module: Any, options: argparse.Namespace, given: list[str]) -> dict
     return document
 
 
-def print_header(document: dict[str, Any]) -> None:
-    """Machine, command and versions, in four lines."""
-    machine = document["machine"]
-    versions = {
-        k: v for k, v in machine["versions"].items() if k not in ("system", "typer", "rich")
-    }
-    print(f"$ {document['command']}")
+def print_machine(command: str, about: dict[str, Any]) -> None:
+    """Command, machine and versions, in three lines."""
+    versions = {k: v for k, v in about["versions"].items() if k not in ("system", "typer", "rich")}
+    print(f"$ {command}")
     print(
-        f"{machine['backend']}: {machine['device']}; {machine['cores']} cores ({machine['cpu']}), "
-        f"{machine['memory_gb']} GB; {machine['system']}"
+        f"{about['backend']}: {about['device']}; {about['cores']} cores ({about['cpu']}), "
+        f"{about['memory_gb']} GB; {about['system']}"
     )
     print(
-        f"{', '.join(f'{k} {v}' for k, v in versions.items())}; commit {machine['commit']}; "
-        f"{machine['libmlx']}"
-    )
-    print(
-        f"{machine['date']}, {document['seconds']} s; load {machine['load']['average'][0]} before, "
-        f"{document['load_after']['average'][0]} after"
+        f"{', '.join(f'{k} {v}' for k, v in versions.items())}; commit {about['commit']}; "
+        f"{about['libmlx']}"
     )
 
 

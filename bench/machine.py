@@ -85,7 +85,7 @@ def limits(dtypes: list[str], quick: bool = False) -> dict[str, Any]:
     the kernels calculate in fp32. `launch_us` is one of many queued additions of a few numbers,
     `evaluation_us` one of them evaluated by itself.
     """
-    repeats = 3 if quick else 9
+    repeats = 20  # no more than take three seconds
     copy = _copy(8_000_000 if quick else 400_000_000)
     found: dict[str, Any] = {"copy_gb_s": _best(copy, repeats) / 1e9}
     kinds = ["float32"] if on_cpu else dtypes

@@ -17,7 +17,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from bench import cycle, e2e, kernels, memory, shapes
+from bench import cycle, e2e, forwards, kernels, memory, shapes
 from bench.__main__ import COMMANDS, main
 from bench.cases import OPERATIONS, Point
 from bench.peers import Peer, Unavailable
@@ -204,7 +204,7 @@ def pair():
     return Target(model), shapes.make_drafter("tiny", mx.float32)
 
 
-def test_rounds_by_hand_are_held_to_a_session(pair, monkeypatch):
+def test_rounds_by_hand_are_held_to_a_session(pair, monkeypatch, capsys):
     check(*pair, width=4)
     right = Rounds.round
 
@@ -214,6 +214,21 @@ def test_rounds_by_hand_are_held_to_a_session(pair, monkeypatch):
     monkeypatch.setattr(Rounds, "round", one_less)
     with pytest.raises(AssertionError, match="a whole round of"):
         check(*pair, width=4)
+    assert main(["cycle", "--quick", "--json"]) == 1
+    printed = capsys.readouterr()
+    assert not printed.out and "FAILED: [rounds] expected a whole round" in printed.err
+
+
+def test_forwards_are_held_to_single_steps(monkeypatch, capsys):
+    right = forwards.run
+
+    def wide_differs(target, tokens, cache):
+        logits = right(target, tokens, cache)
+        return logits + 1e-6 * (tokens.shape[1] > 1)
+
+    monkeypatch.setattr(forwards, "run", wide_differs)
+    assert main(["cycle", "--quick", "--json"]) == 1
+    assert "FAILED: [forwards]" in capsys.readouterr().err
 
 
 def test_acceptance_is_forced(pair):
