@@ -89,7 +89,8 @@ def measure(case: Case, options: argparse.Namespace) -> Iterator[dict[str, Any]]
     rows: dict[str, dict[str, Any]] = {}
     for variant in case.variants[: 1 if options.ours else None]:
         error = errors[variant.name]
-        rows[variant.name] = row = {"variant": variant.name, "error": None}
+        row: dict[str, Any] = {"variant": variant.name, "error": None}
+        rows[variant.name] = row
         if isinstance(error, str):
             row["why"] = error
         elif error > BASELINE_TOLERANCE:

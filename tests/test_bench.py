@@ -31,6 +31,8 @@ RUNS = {
     "kernels": ["--shape", "tiny"],
     "kernels of experts": ["--shape", "tiny-moe", "--operations", "verify_gather_matmul", "swiglu"],
     "cycle": ["--shape", "tiny"],
+    "kernels of attention alone": ["--shape", "tiny-dense", "--operations", "rope", "swiglu"],
+    "cycle of attention alone": ["--shape", "tiny-dense", "--dtype", "float16"],
     "cycle of experts": ["--shape", "tiny-moe", "--no-forwards", "--context", "32", "48"],
     "e2e": ["--peers", "--max-tokens", "6"],
     "memory": ["--shape", "tiny"],
