@@ -22,6 +22,8 @@ COMMANDS = {
     "policy": "the width chosen round by round, on recorded acceptance and end to end",
     "sampling": "acceptance where tokens are drawn, by how the draft proposes",
     "lookup": "the n-gram index, and decoding of repetitive JSON",
+    "prefix": "a chat's second turn with a kept prefix, warm, from disk and cold",
+    "soak": "a server under requests for a long time",
     "profile": "another command under CUPTI: times of the kernels themselves (NVIDIA)",
 }
 SCHEMA = 1
@@ -49,7 +51,7 @@ def main(arguments: list[str] | None = None) -> int:
         module.add_arguments(added)
     options = parser.parse_args(given)
     if not hasattr(module, "text"):
-        if name not in ("report", "profile"):
+        if name not in ("report", "profile"):  # a page, and a command with a header of its own
             print_machine(f"python -m bench {shlex.join(given)}", machine.header())
         return int(module.run(options) or 0)
     settle(options, module)
