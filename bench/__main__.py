@@ -106,7 +106,9 @@ def measured(module: Any, options: argparse.Namespace, given: list[str]) -> dict
     document["seconds"] = round(time.perf_counter() - start, 1)
     if options.save is not None:
         options.save.mkdir(parents=True, exist_ok=True)
-        path = options.save / f"{options.command}-{machine.name(document['machine'])}.json"
+        about = machine.slug(machine.subject(document))
+        name = f"{options.command}-{about}-{machine.name(document['machine'])}.json"
+        path = options.save / name
         path.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
         progress(f"wrote {path}")
     return document

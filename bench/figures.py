@@ -14,6 +14,8 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from . import machine
+
 Document = dict[str, Any]
 
 SIZE = (4.2, 3.1)
@@ -224,7 +226,7 @@ def svg(draw: Callable[[Axes, Document], None], document: Document) -> str:
 def sheet(documents: list[Document], title: str) -> Figure:
     """All figures of one machine on one page."""
     drawn = [
-        (name, draw, document)
+        (f"{name}: {machine.subject(document)}", draw, document)
         for document in documents
         for name, _, draw in FIGURES[document["benchmark"]]
     ]
@@ -236,7 +238,7 @@ def sheet(documents: list[Document], title: str) -> Figure:
             ax.set_axis_off()
         for ax, (name, draw, document) in zip(grid.flat, drawn, strict=False):
             draw(ax, document)
-            ax.set_title(name, loc="left", fontsize=9.5, fontweight="bold")
+            ax.set_title(name, loc="left", fontsize=8.5, fontweight="bold")
         figure.suptitle(title, fontsize=9.5)
     return figure
 

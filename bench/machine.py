@@ -70,11 +70,28 @@ def commit() -> str:
 
 
 def name(header: dict[str, Any]) -> str:
-    """A machine's name for files, as in cpu-xeon-2core or nvidia-h200."""
+    """A machine's name for files, as in cpu-intel-xeon-2core or nvidia-h200."""
     device = header["cpu"] if header["backend"] == "cpu" else header["device"]
-    words = re.sub(r"\(\w+\)|processor|cpu|@.*", " ", device.lower())
-    slug = re.sub(r"[^a-z0-9]+", "-", words).strip("-")
-    return f"cpu-{slug}-{header['cores']}core" if header["backend"] == "cpu" else slug
+    found = slug(re.sub(r"\(\w+\)|processor|cpu|@.*", " ", device.lower()))
+    return f"cpu-{found}-{header['cores']}core" if header["backend"] == "cpu" else found
+
+
+def slug(text: str) -> str:
+    """Lower case, with hyphens for what is no letter, digit or dot."""
+    return re.sub(r"[^a-z0-9.]+", "-", text.lower()).strip("-.")
+
+
+def subject(document: dict[str, Any]) -> str:
+    """What a run was about, in a few words: model and format."""
+    settings = document["settings"]
+    model = settings.get("shape") or settings.get("model")
+    words = [Path(model).name if model else "demo pair"]
+    if document["benchmark"] == "cycle" and settings["layers"] is not None:
+        words.append(f"{settings['layers']} layers")
+    if document["benchmark"] == "cycle" and settings["bits"] != 16:
+        words.append(f"{settings['bits']} bits")
+    words.append(settings.get("dtype") or " ".join(settings["dtypes"]))
+    return " ".join([*words, "quick"] if settings["quick"] else words)
 
 
 def limits(dtypes: list[str], quick: bool = False) -> dict[str, Any]:

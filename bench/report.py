@@ -64,7 +64,7 @@ def read(paths: Sequence[Path]) -> list[Document]:
         found.append(document)
     if not found:
         raise SystemExit("[report] expected documents but got none: make some with --save first.")
-    return sorted(found, key=lambda document: ORDER.index(document["benchmark"]))
+    return sorted(found, key=lambda each: (ORDER.index(each["benchmark"]), machine.subject(each)))
 
 
 def page(machines: dict[str, list[Document]]) -> str:
@@ -100,10 +100,11 @@ def section(documents: list[Document]) -> Iterator[str]:
     yield '<div class="figures">'
     for document in documents:
         for title, caption, draw in figures.FIGURES[document["benchmark"]]:
-            drawn = figures.svg(draw, document)
+            drawn, about = figures.svg(draw, document), machine.subject(document)
             yield (
-                f"<figure><h3>{html.escape(title)}</h3>{drawn}"
-                f"<figcaption>{html.escape(caption)}</figcaption></figure>"
+                f"<figure><h3>{html.escape(title)}</h3>{drawn}<figcaption>"
+                f"{html.escape(about[0].upper() + about[1:])}. {html.escape(caption)}"
+                "</figcaption></figure>"
             )
     yield "</div>"
     for document in documents:
@@ -113,7 +114,7 @@ def section(documents: list[Document]) -> Iterator[str]:
 def tables(document: Document) -> Iterator[str]:
     """One document: its command and its tables."""
     kind, about = document["benchmark"], document["machine"]
-    yield f"<h3>{html.escape(TITLES[kind])}</h3>"
+    yield f"<h3>{html.escape(TITLES[kind])}: {html.escape(machine.subject(document))}</h3>"
     busy, after = about["load"]["average"][0], document["load_after"]["average"][0]
     yield (
         f"<p><code>{html.escape(document['command'])}</code><br><small>{about['date']}, commit "

@@ -17,7 +17,7 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
-from bench import cycle, e2e, forwards, kernels, memory, shapes
+from bench import cycle, e2e, forwards, kernels, machine, memory, shapes
 from bench.__main__ import COMMANDS, main
 from bench.cases import OPERATIONS, Point
 from bench.peers import Peer, Unavailable
@@ -349,6 +349,21 @@ def test_a_process_prints_the_document_alone_and_saves_it(tmp_path):
     (path,) = tmp_path.glob("kernels-*.json")
     assert json.loads(done.stdout) == json.loads(path.read_text("utf-8"))
     assert "[kernels" in done.stderr
+
+
+def test_files_of_different_models_have_different_names():
+    def of(benchmark, **settings):
+        return machine.subject({"benchmark": benchmark, "settings": {"quick": False, **settings}})
+
+    cycle_ = {"shape": "qwen3.5-4b", "bits": 16, "layers": None, "dtype": "bfloat16"}
+    assert machine.slug(of("cycle", **cycle_)) == "qwen3.5-4b-bfloat16"
+    names = {of("cycle", **cycle_ | more) for more in ({"bits": 4}, {"layers": 8}, {"quick": True})}
+    assert len(names | {of("cycle", **cycle_)}) == 4
+    assert of("e2e", model="/a/Some-9B", dtype="stored") == "Some-9B stored"
+    assert of("e2e", model=None, dtype="float32") == "demo pair float32"
+    about = {"backend": "cpu", "cpu": "Intel(R) Xeon(R) Processor @ 2.20GHz", "cores": 2}
+    assert machine.name(about) == "cpu-intel-xeon-2core"
+    assert machine.name({"backend": "cuda", "device": "NVIDIA H200"}) == "nvidia-h200"
 
 
 @pytest.mark.parametrize("command", COMMANDS)
