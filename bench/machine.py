@@ -43,7 +43,8 @@ def header() -> dict[str, Any]:
         "libmlx": info["libmlx"],
         "built_for_mlx": info["built_for_mlx"],
         "shaders": info["shader_hash"],
-        "environment": info["environment"],
+        "environment": info["environment"]
+        | {key: value for key, value in os.environ.items() if key.startswith("MLX_")},
         "load": load(),
     }
 
