@@ -87,9 +87,9 @@ def subject(document: dict[str, Any]) -> str:
     settings = document["settings"]
     model = settings.get("shape") or settings.get("model")
     words = [Path(model).name if model else "demo pair"]
-    if document["benchmark"] == "cycle" and settings["layers"] is not None:
+    if settings.get("layers"):
         words.append(f"{settings['layers']} layers")
-    if document["benchmark"] == "cycle" and settings["bits"] != 16:
+    if settings.get("bits") in (4, 8):
         words.append(f"{settings['bits']} bits")
     words.append(settings.get("dtype") or " ".join(settings["dtypes"]))
     return " ".join([*words, "quick"] if settings["quick"] else words)
@@ -107,7 +107,7 @@ def limits(dtypes: list[str], quick: bool = False) -> dict[str, Any]:
     copy = _copy(8_000_000 if quick else 400_000_000)
     found: dict[str, Any] = {"copy_gb_s": _best(copy, repeats) / 1e9}
     kinds = ["float32"] if on_cpu else dtypes
-    size = 256 if quick else 1024 if on_cpu else 4096
+    size = 1024 if on_cpu else 256 if quick else 4096
     peaks = {kind: _peak(kind, size, repeats) / 1e9 for kind in kinds}
     found["matmul_gflop_s"] = {dtype: peaks.get(dtype, peaks[kinds[0]]) for dtype in dtypes}
     small = [mx.zeros((8,)) for _ in range(256)]

@@ -100,10 +100,10 @@ def section(documents: list[Document]) -> Iterator[str]:
     yield '<div class="figures">'
     for document in documents:
         for title, caption, draw in figures.FIGURES[document["benchmark"]]:
-            drawn, about = figures.svg(draw, document), machine.subject(document)
+            drawn, subject = figures.svg(draw, document), machine.subject(document)
             yield (
                 f"<figure><h3>{html.escape(title)}</h3>{drawn}<figcaption>"
-                f"{html.escape(about[0].upper() + about[1:])}. {html.escape(caption)}"
+                f"{html.escape(subject[0].upper() + subject[1:])}. {html.escape(caption)}"
                 "</figcaption></figure>"
             )
     yield "</div>"
