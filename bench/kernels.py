@@ -19,7 +19,7 @@ from .cases import (
     Variant,
     WrongResult,
 )
-from .machine import limits
+from .machine import better, limits
 from .shapes import SHAPES, config_of
 from .timing import Call, Progress, interleave, percentiles, ratios, rotation, seconds
 
@@ -136,9 +136,9 @@ def figures(case: Case, times: list[float], alone: list[float]) -> dict[str, Any
     }
 
 
-def shares(row: dict[str, Any], point: Point, best: dict[str, Any]) -> dict[str, Any]:
+def shares(row: dict[str, Any], best: dict[str, Any]) -> dict[str, Any]:
     """What of the machine's limits a row reaches; `of_limit` is of the one that binds."""
-    peak = best["matmul_gflop_s"][point.dtype]
+    peak = best["matmul_gflop_s"][row["dtype"]]
     by_memory, by_arithmetic = row["gb_s"] / best["copy_gb_s"], row["gflop_s"] / peak
     return {
         "of_copy": by_memory,
@@ -168,13 +168,14 @@ def run(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
                 }
                 progress(f"{case.operation} {case.shape} T {point.rows} {point.dtype}")
                 try:
-                    for row in measure(case, options):
-                        more = shares(row, point, best) if "us" in row else {}
-                        results.append({**at, **row, **more})
+                    results += [{**at, **row} for row in measure(case, options)]
                 except WrongResult as wrong:
                     failures.append(str(wrong))
                     results.append({**at, "variant": "ours", "error": None, "why": str(wrong)})
                 mx.clear_cache()
+    progress("limits of the machine, again")
+    best = better(best, limits(options.dtypes, options.quick))
+    results = [row | (shares(row, best) if "us" in row else {}) for row in results]
     return {"limits": best, "results": results, "failures": failures}
 
 

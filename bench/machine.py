@@ -103,7 +103,7 @@ def limits(dtypes: list[str], quick: bool = False) -> dict[str, Any]:
     the kernels calculate in fp32. `launch_us` is one of many queued additions of a few numbers,
     `evaluation_us` one of them evaluated by itself.
     """
-    repeats = 20  # no more than take three seconds
+    repeats = 20
     copy = _copy(8_000_000 if quick else 400_000_000)
     found: dict[str, Any] = {"copy_gb_s": _best(copy, repeats) / 1e9}
     kinds = ["float32"] if on_cpu else dtypes
@@ -121,9 +121,19 @@ def limits(dtypes: list[str], quick: bool = False) -> dict[str, Any]:
     return found
 
 
+def better(first: dict[str, Any], second: dict[str, Any]) -> dict[str, Any]:
+    """The limits of two measurements, of each the better one."""
+    peaks, others = first["matmul_gflop_s"], second["matmul_gflop_s"]
+    return {
+        "copy_gb_s": max(first["copy_gb_s"], second["copy_gb_s"]),
+        "matmul_gflop_s": {dtype: max(peaks[dtype], others[dtype]) for dtype in peaks},
+        **{name: min(first[name], second[name]) for name in ("launch_us", "evaluation_us")},
+    }
+
+
 def _best(rate: Callable[[], float], repeats: int) -> float:
-    """The best of so many after one to warm up, or of as many as take three seconds."""
-    end, found = time.perf_counter() + 3.0, [rate(), rate()]
+    """The best of so many after one to warm up, or of as many as take two seconds."""
+    end, found = time.perf_counter() + 2.0, [rate(), rate()]
     while len(found) <= repeats and time.perf_counter() < end:
         found.append(rate())
     return max(found)

@@ -6,7 +6,8 @@ import argparse
 import gc
 import resource
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -30,13 +31,14 @@ SPARE = 2e6
 
 
 class WatchedDrafter(DFlashDrafter):
-    """A drafter that remembers its last session."""
+    """A drafter that knows its last session, and does not keep it alive."""
 
-    session: DFlashSession | None = None
+    last: Callable[[], DFlashSession | None] = staticmethod(lambda: None)
 
     def begin(self, target: TargetLike) -> DFlashSession:
-        self.session = super().begin(target)
-        return self.session
+        session = super().begin(target)
+        self.last = weakref.ref(session)
+        return session
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,12 +86,13 @@ class Phases:
 
 def held(session: Session, drafter: WatchedDrafter) -> dict[str, int]:
     """Bytes of the session's caches: keys and values, the recurrent layers', the draft's."""
-    assert drafter.session is not None
+    draft = drafter.last()
+    assert draft is not None
     found = {"keys_values": 0, "recurrent": 0, "draft": 0}
     for layer in session.cache.layers:
         name = "keys_values" if isinstance(layer, AttentionCache) else "recurrent"
         found[name] += sum(array.nbytes for array in layer.arrays())
-    found["draft"] = sum(array.nbytes for array in drafter.session.arrays())
+    found["draft"] = sum(array.nbytes for array in draft.arrays())
     return found
 
 

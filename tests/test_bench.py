@@ -6,6 +6,7 @@ No figure is looked at: these are tests of the commands, not of speed.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import re
 import subprocess
@@ -332,6 +333,8 @@ def test_a_chat_that_holds_more_than_its_bound_is_named(pair):
     options = argparse.Namespace(turns=2, turn_tokens=6)
     weights = mx.get_active_memory()
     assert memory.chat(target, watched, options, weights)[1] == []
+    gc.collect()
+    assert watched.last() is None  # what watches holds nothing
     ballast = mx.zeros((8_000_000,))
     mx.eval(ballast)
     wrong = memory.chat(target, watched, options, weights)[1]
@@ -349,6 +352,13 @@ def test_a_process_prints_the_document_alone_and_saves_it(tmp_path):
     (path,) = tmp_path.glob("kernels-*.json")
     assert json.loads(done.stdout) == json.loads(path.read_text("utf-8"))
     assert "[kernels" in done.stderr
+
+
+def test_of_two_measurements_of_a_limit_the_better_counts():
+    first = {"copy_gb_s": 1, "matmul_gflop_s": {"float32": 9}, "launch_us": 5, "evaluation_us": 7}
+    second = {"copy_gb_s": 2, "matmul_gflop_s": {"float32": 8}, "launch_us": 4, "evaluation_us": 8}
+    best = {"copy_gb_s": 2, "matmul_gflop_s": {"float32": 9}, "launch_us": 4, "evaluation_us": 7}
+    assert machine.better(first, second) == machine.better(second, first) == best
 
 
 def test_files_of_different_models_have_different_names():

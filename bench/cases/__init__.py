@@ -18,8 +18,9 @@ Results = Sequence[mx.array]
 
 TOLERANCES = {mx.float32: 2e-5, mx.float16: 2e-3, mx.bfloat16: 1e-2}
 """Of an operation against its reference, by the dtype of a result: |difference| / |expected|."""
-BASELINE_TOLERANCE = 5e-2
-"""Of a baseline, which may round between its operations; more is another calculation."""
+BASELINE_TOLERANCE = 0.2
+"""Of a baseline, which may round between its operations (MLX's quantised products on a CPU are up
+to 0.1 away); more is another calculation."""
 
 
 class WrongResult(AssertionError):
