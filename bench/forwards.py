@@ -21,11 +21,11 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from dflash_native import Cache, Target
 from dflash_native.cache import AttentionCache
 
-from .timing import Call, interleave, percentiles, ratios
+from .timing import Call, interleave, on_cpu, percentiles, ratios
 
 WAYS = ("exact", "stock", "mlx-lm")
-QUEUE = 4
-"""Forwards of a variant in a round."""
+QUEUE = 1 if on_cpu else 4
+"""Forwards of a variant in a round: a CPU gains nothing by a queue."""
 
 
 def filled(target: Target, context: int, capacity: int) -> Cache:
