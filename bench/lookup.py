@@ -1,6 +1,4 @@
-"""Times the lookup's index and its searches, and decoding of repetitive JSON on the demo pair.
-
-    python bench/lookup.py [--tokens 131072] [--repeats 20] [--max-tokens 128] [--no-decode]
+"""`python -m bench lookup`: the index, its searches, and repetitive JSON on the demo pair.
 
 The index: a prompt of so many tokens told in one call, then a round at a time (one search, five new
 tokens). Three texts: ids drawn as words are (Zipf), one token only, which is the worst case of a
@@ -18,7 +16,6 @@ from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 import numpy as np
-from timing import percentiles, print_header
 
 from dflash_native import (
     CombinedDrafter,
@@ -28,6 +25,8 @@ from dflash_native import (
     Target,
     load_demo,
 )
+
+from .timing import percentiles
 
 
 def records(count: int) -> str:
@@ -111,15 +110,16 @@ def decode(max_tokens: int, repeats: int) -> None:
             )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=131_072)
     parser.add_argument("--repeats", type=int, default=20, help="of the index")
     parser.add_argument("--max-tokens", type=int, default=128)
     parser.add_argument("--decode-repeats", type=int, default=3)
     parser.add_argument("--decode", action=argparse.BooleanOptionalAction, default=True)
-    options = parser.parse_args()
-    print_header()
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints the lines."""
     _, tokenizer, _ = load_demo()
     text = tokenizer.encode(records(100))
     zipf = np.random.default_rng(0).zipf(1.3, options.tokens) % 150_000
@@ -133,7 +133,3 @@ def main() -> None:
             print(f"{len(tokens)} tokens, {name:9} {what:24} {middle:8.2f} ({low:.2f}..{high:.2f})")
     if options.decode:
         decode(options.max_tokens, options.decode_repeats)
-
-
-if __name__ == "__main__":
-    main()

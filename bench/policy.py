@@ -1,8 +1,7 @@
-"""Choosing the width of a verify: recorded acceptance, replayed; and end to end.
+"""`python -m bench policy`: the width of a verify on recorded acceptance, and end to end.
 
-python bench/policy.py                     # replays bench/acceptance.json at several costs
-python bench/policy.py --record            # records it anew with the demo pair
-python bench/policy.py --end-to-end        # plain decoding against block_size="auto", in turn
+Without an option it replays bench/acceptance.json at several costs: no clock is involved.
+`--end-to-end` runs plain decoding and block_size="auto" in turn, `--record` records anew.
 """
 
 from __future__ import annotations
@@ -20,6 +19,8 @@ from dflash_native.costs import cached_or_measured
 from dflash_native.demo import prompts
 from dflash_native.policy import Costs, replay
 
+from .prompts import TEXTS
+
 TRACES = Path(__file__).parent / "acceptance.json"
 COSTS = {
     "demo pair, CPU": {1: 1, 2: 1.95, 3: 1.89, 4: 1.78, 6: 1.85, 8: 2.17, 12: 2.53, 16: 3.15},
@@ -28,31 +29,6 @@ COSTS = {
     "24 % a row": {1: 1, 2: 1.44, 3: 1.68, 4: 1.92, 6: 2.4, 8: 2.9, 12: 3.9, 16: 4.8},
 }
 """A round by width in plain steps: measured (bench/results), and what others' kernels cost."""
-
-CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
-TEXTS = {
-    "prose": [
-        "Once upon a time there was a small village at the edge of a",
-        "The history of the lighthouse begins in the year when",
-        "In this chapter we describe how the measurements were",
-        "She opened the letter, read it twice, and",
-    ],
-    "chat": [
-        CHAT.format(question)
-        for question in (
-            "How do I sort a list in Python?",
-            "What is a hash map?",
-            "Write a haiku about rain.",
-            "Explain recursion to a child.",
-        )
-    ],
-    "json": [
-        '[{"id": 1, "name": "a", "ok": true}, {"id": 2, "name": "b", "ok": true}, {"id": 3,',
-        '{"users": [{"id": 1, "email": "a@example.com", "roles": ["admin"]}, {"id": 2,',
-        '{"x": 0, "y": 0}\n{"x": 1, "y": 1}\n{"x": 2, "y": 4}\n{"x": 3,',
-        '{"key_1": "value_1", "key_2": "value_2", "key_3":',
-    ],
-}
 
 
 def record(tokens: int = 320) -> dict[str, list[str]]:
@@ -159,20 +135,18 @@ def quantiles(values: list[float]) -> str:
     return f"{median(ordered):.3f} ({low:.3f}..{high:.3f})"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--record", action="store_true")
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--record", action="store_true", help="with the demo pair, anew")
     parser.add_argument("--end-to-end", action="store_true")
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=256)
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints the tables."""
     if options.record:
         TRACES.write_text(json.dumps(record(), indent=1) + "\n")
     if options.end_to_end:
         end_to_end(options.pairs, options.tokens)
     else:
         compare()
-
-
-if __name__ == "__main__":
-    main()

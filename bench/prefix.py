@@ -1,6 +1,4 @@
-"""A chat's second turn on the demo pair: time to its first token, warm and cold.
-
-    python bench/prefix.py [--tokens 4000] [--new 40] [--repeats 8] [--drafters plain dflash ...]
+"""`python -m bench prefix`: a chat's second turn, time to its first token, warm and cold.
 
 The first turn reads Python source and emits 64 tokens; the second one has `--tokens` in all, the
 last `--new` of them new. Cold: one prefill of everything, without a cache. Warm: restore, prefill
@@ -22,11 +20,10 @@ import json
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import mlx.core as mx
-from timing import percentiles, print_header, ratios
 
 import dflash_native
 from dflash_native import (
@@ -39,6 +36,8 @@ from dflash_native import (
     load_demo,
 )
 from dflash_native.server.prefix_cache import PrefixCache, fingerprint
+
+from .timing import percentiles, ratios
 
 ANSWER = 64
 ROOM = 1 << 32
@@ -159,14 +158,16 @@ def print_rows(rows: dict[str, list[float]], base: str, unit: Callable[[str], st
         )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokens", type=int, default=4000)
     parser.add_argument("--new", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=8)
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--drafters", nargs="+", choices=NAMES, default=NAMES)
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints the tables."""
     model, tokenizer, dflash = load_demo(getattr(mx, options.dtype))
     drafters: dict[str, Drafter | None] = {
         "plain": None,
@@ -176,7 +177,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "lookup+dflash": CombinedDrafter(LookupDrafter(), dflash),
     }
     target, text = Target(model), source_text(tokenizer, options.tokens)
-    print_header(dtype=options.dtype, tokens=options.tokens, new=options.new)
     print(f"{'first token of the second turn':32} {'ms':>9} {'(10..90 %)':>18} {'x cold':>7}")
     for name in options.drafters:
         rows, digest = second_turns(target, drafters[name], text, options.new, options.repeats)
@@ -184,7 +184,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"  32 tokens {digest}; {costs(target, drafters[name], text, options.repeats)}")
     print(f"{'prefill':32} {'ms':>9} {'(10..90 %)':>18} {'x fast':>7}")
     print_rows(prefills(model, text, options.repeats), "fast", str)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,6 +1,4 @@
-"""What of a draft is accepted where tokens are drawn, by how the draft proposes.
-
-python bench/sampling.py --prompts 20 --tokens 128 --draft dflash
+"""`python -m bench sampling`: what is accepted where tokens are drawn, by how a draft proposes.
 
 `--draft model` takes the demo's target itself, in four bits, as a draft of four tokens.
 """
@@ -18,13 +16,15 @@ from dflash_native.demo import prompts
 SETTINGS = ({"temperature": 0.6}, {"temperature": 0.8, "top_p": 0.95}, {"temperature": 1.0})
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=20)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--draft", choices=("dflash", "model"), default="dflash")
-    options = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> None:
+    """Prints the table."""
     model, tokenizer, drafter = load_demo(mx.float32)
     if options.draft == "model":
         small, _, _ = load_demo(mx.float32)
@@ -54,7 +54,3 @@ def main() -> None:
                 f"{tokens / rounds:>15.2f} {accepted / drafted:>19.3f}",
                 flush=True,
             )
-
-
-if __name__ == "__main__":
-    main()

@@ -1,16 +1,13 @@
-"""A server under requests for a long time: answers stay right, streams end once, memory is flat.
+"""`python -m bench soak`: a server under requests for a long time.
 
-    python bench/soak.py                               # 500 in a row, 200 mixed
-    python bench/soak.py --sequential 60 --mixed 60    # a short one
-    python bench/soak.py -- --prefix-cache-bytes 0     # with other options of the server
-
-A server of the demo pair is started, with a prefix cache that is full, and evicts, before the
-warm-up is over, unless options say otherwise. Requests differ in endpoint, prompt, budget, sampling
-and stop strings; each kind's answer is asked for once beforehand, and every later one must be the
-same text with the same usage. Mixed requests come from eight clients at once, and a third of them
-leave at a random moment: before the first event, or after any. Resident memory is the process's
-own, the median of 24 requests one after the other: after a warm-up of a fifth of the requests, and
-once all are over. Prints one JSON object; exits with 1 where anything was wrong.
+Answers stay right, streams end once, memory is flat. `-- --prefix-cache-bytes 0` gives the server
+other options. A server of the demo pair is started, with a prefix cache that is full, and evicts,
+before the warm-up is over, unless options say otherwise. Requests differ in endpoint, prompt,
+budget, sampling and stop strings; each kind's answer is asked for once beforehand, and every later
+one must be the same text with the same usage. Mixed requests come from eight clients at once, and a
+third of them leave at a random moment: before the first event, or after any. Resident memory is the
+process's own, the median of 24 requests one after the other: after a warm-up of a fifth of the
+requests, and once all are over. Prints one JSON object; ends with 1 where anything was wrong.
 """
 
 from __future__ import annotations
@@ -174,14 +171,16 @@ def soak(url: str, sequential: int, mixed: int, seed: int) -> dict:
     }
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequential", type=int, default=500)
     parser.add_argument("--mixed", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--growth", type=float, default=0.03, help="of memory that is no leak")
     parser.add_argument("serve", nargs="*", help="options of dflash-native serve, after --")
-    chosen = parser.parse_args()
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Prints one JSON object; 1 where anything was wrong."""
     options = chosen.serve or ["--prefix-cache-bytes", str(CACHE)]
     command = [sys.executable, "-m", "dflash_native", "serve", "--port", "0", *options]
     pipe = subprocess.PIPE
@@ -202,7 +201,3 @@ def main() -> int:
         if not found["wrong"] and found["growth"] <= chosen.growth and answered and not code
         else 1
     )
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import mlx.core as mx
 import pytest
 
+from bench import policy as recorded
 from dflash_native import costs as measured
 from dflash_native import policy
 from dflash_native.policy import Costs, WidthPolicy, replay
@@ -18,18 +17,8 @@ from dflash_native.targets import Target
 from scripted import ScriptedDrafter
 from test_targets import make_model
 
-
-def load_bench():
-    path = Path(__file__).parents[1] / "bench" / "policy.py"
-    spec = importlib.util.spec_from_file_location("bench_policy", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-bench = load_bench()
-TABLES = bench.COSTS
-TRACES = bench.traces()
+TABLES = recorded.COSTS
+TRACES = recorded.traces()
 
 
 def spent(group, row, width=None):

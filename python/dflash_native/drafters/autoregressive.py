@@ -41,7 +41,7 @@ class AutoregressiveDrafter:
     context_rows: int | None = 0
 
     proposes: Proposes = "coupled"
-    """What is drafted where tokens are drawn (`bench/sampling.py --draft model` measures them).
+    """What is drafted where tokens are drawn (measured by `python -m bench sampling`).
 
     "argmax": the draft's most probable tokens. "coupled": what the draft draws with the noise that
     the target will draw with; accepted far more often, and like "argmax" it changes no token.

@@ -171,7 +171,7 @@ class DFlashDrafter:
     """A DFlash or DFlash2 draft: weights shared by any number of sessions."""
 
     proposes: Proposes = "coupled"
-    """What is drafted where tokens are drawn (`bench/sampling.py` measures all three).
+    """What is drafted where tokens are drawn (`python -m bench sampling` measures all three).
 
     "argmax": the draft's most probable tokens. "coupled": what the draft draws with the noise that
     the target will draw with; accepted more often, and like "argmax" it changes no token. "drawn":

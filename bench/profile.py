@@ -1,30 +1,33 @@
-"""Times of the kernels themselves on an NVIDIA GPU, by CUPTI through PyTorch's profiler.
+"""`python -m bench profile COMMAND ARGUMENTS`: times of kernels by CUPTI, through PyTorch.
 
-    python bench/profile_gpu.py COMMAND.py ARGUMENTS
-
-Runs a benchmark in this process and prints, for each kernel and launch size, how often it ran and
-the median, 10th and 90th percentile of its time on the device: without the host's share, which the
-benchmark's own figures include. Needs PyTorch for the same CUDA version.
+Runs a command of these benchmarks in this process and prints, for each kernel and launch size, how
+often it ran and the median, 10th and 90th percentile of its time on the device: without the host's
+share, which the command's own figures include. Needs an NVIDIA GPU, and PyTorch for its CUDA.
 """
 
 from __future__ import annotations
 
+import argparse
 import collections
 import json
-import runpy
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
-import torch
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="COMMAND ARGUMENTS")
 
 
-def main() -> None:
+def run(options: argparse.Namespace) -> int:
+    """Prints a line for each kernel, the costly ones first; what the command returned."""
+    import torch  # no dependency of ours
+
+    from .__main__ import main
+
     torch.cuda.init()
-    sys.argv = sys.argv[1:]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = main(options.arguments)
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(trace))
@@ -42,6 +45,4 @@ def main() -> None:
             f"{len(found):6d}  {name} {grid}"
         )
 
-
-if __name__ == "__main__":
-    main()
+    return code
