@@ -171,8 +171,9 @@ def _data(corpus: dict[str, Any], tokens: dict[str, Any]) -> str:
     return (
         "## Data and licences\n\n"
         f"{files['files']:,} files, {files['kept']:,} kept ({dropped}): {characters}, of which "
-        f"{tokens['train']['tokens']:,} tokens were used. One document of 50 is held out, by the "
-        "hash of its path; the chats are made of documented functions of the training part.\n\n"
+        f"{tokens['train']['tokens']:,} tokens were used. One file of code of 50 and one of prose "
+        " of 10 are held out, by the hash of the path; the chats are made of documented functions "
+        "of the training part.\n\n"
         "Each source's licence was checked by `training/licences.py`: the metadata and every "
         "licence file of a wheel must be permissive, and a file that names a copyleft licence is "
         "left out. That is a check by rules, not a legal review. A model of this size can repeat "

@@ -18,11 +18,11 @@ from random import Random
 from typing import Any
 
 from . import licences
-from .documents import Document, StandardLibrary, Wheel, chats, clean, is_ordinary
+from .documents import Document, Kind, StandardLibrary, Wheel, chats, clean, is_ordinary
 
 SOURCES = Path(__file__).parent / "sources.json"
-HELD_OUT = 50
-"""One document of so many is held out, by the hash of its path."""
+HELD_OUT: dict[Kind, int] = {"code": 50, "prose": 10}
+"""One document of so many of a kind is held out, by the hash of its path."""
 
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "any")
 _REPEATS = 0.45
@@ -133,7 +133,7 @@ class Builder:
             cleaned = Document(document.path, document.kind, text)
             if self._is_new(cleaned):
                 kept += len(text)
-                held = _hash(document.path) % HELD_OUT == 0
+                held = _hash(document.path) % HELD_OUT[document.kind] == 0
                 (self.held if held else self.train).append(cleaned)
         return kept
 

@@ -72,8 +72,8 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int
         g, beta = (F.pad(x, (0, 0, 0, missing)) for x in (g, beta))
 
     # [B, T, H, ...] to [B, H, chunks, C, ...]
-    q, k, v = (x.unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4) for x in (q, k, v))
-    g, beta = (x.unflatten(1, (-1, chunk)).permute(0, 3, 1, 2) for x in (g, beta))
+    q, k, v = (x.unflatten(1, (-1, chunk)).permute(0, 3, 1, 2, 4).contiguous() for x in (q, k, v))
+    g, beta = (x.unflatten(1, (-1, chunk)).permute(0, 3, 1, 2).contiguous() for x in (g, beta))
     total = g.cumsum(-1)
     lower = torch.ones(chunk, chunk, device=q.device, dtype=torch.bool).tril()
     steps = total[..., :, None] - total[..., None, :]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import lzma
 from collections.abc import Iterable, Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -136,8 +136,9 @@ def encode(
 def build(folder: Path, vocab_size: int, limit: int, sample: int = 3) -> dict[str, Any]:
     """Train on every `sample`th text of `folder/train.jsonl.xz`, then encode all.
 
-    Writes `tokenizer/`, `train.tokens.xz`, `held-code.tokens.xz` and `held-prose.tokens.xz` (raw
-    little-endian uint16) and `tokens.json` to `folder`. `limit` is the most training tokens.
+    `limit` is the most training tokens: prose and chats, which are few, come first and code fills
+    what is left. Writes `tokenizer/`, `train.tokens.xz`, `held-code.tokens.xz` and
+    `held-prose.tokens.xz` (raw little-endian uint16) and `tokens.json` to `folder`.
     """
     texts = (document.text for document in read_documents(folder / "train.jsonl.xz"))
     tokenizer = train(islice(texts, 0, None, sample), vocab_size)
@@ -155,7 +156,11 @@ def build(folder: Path, vocab_size: int, limit: int, sample: int = 3) -> dict[st
             "file_bytes": len(data),
         }
 
-    write("train", (d.text for d in read_documents(folder / "train.jsonl.xz")), limit)
+    def training(is_code: bool) -> Iterator[str]:
+        documents = read_documents(folder / "train.jsonl.xz")
+        return (d.text for d in documents if (d.kind == "code") == is_code)
+
+    write("train", chain(training(False), training(True)), limit)
     for kind in ("code", "prose"):
         held = read_documents(folder / "held.jsonl.xz")
         write(f"held-{kind}", (d.text for d in held if d.kind == kind))
