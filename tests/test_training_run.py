@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import mlx.core as mx
 import mlx_lm.utils
@@ -70,6 +74,21 @@ def run(tmp_path_factory):
         assert stages.train_draft(folder, plan, kind, DRAFT, batch=8, blocks=4)
     evaluate(folder, rows=6, prompt=16, generated=40, length=64)
     return folder
+
+
+def test_the_gpu_stages_need_nothing_else_of_the_package():
+    """A machine with PyTorch and without MLX runs them as `python -m training`."""
+    script = (
+        "import sys, training.__main__, training.stages, training.evaluate\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    folder = Path(stages.__file__).parent.parent
+    places = [str(folder), str(Path(torch.__file__).parent.parent)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
+    command = [sys.executable, "-c", script]
+    found = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "'training'" in found.stdout and "'torch'" in found.stdout
+    assert "'mlx" not in found.stdout and "'dflash_native'" not in found.stdout
 
 
 def reported(folder, name):

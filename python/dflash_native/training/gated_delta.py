@@ -88,12 +88,13 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk: int
 
     state = q.new_zeros(*q.shape[:2], q.shape[-1], v.shape[-1])
     states, updates = [], []
-    for n in range(q.shape[2]):
-        update = innovations[:, :, n] - reads[:, :, n] @ state
+    # unbind, and not an index each: its gradient is one stack.
+    parts = (part.unbind(2) for part in (innovations, reads, writes, whole))
+    for innovation, read, write, kept in zip(*parts, strict=True):
+        update = innovation - read @ state
         states.append(state)
         updates.append(update)
-        state = whole[:, :, n] * state + writes[:, :, n] @ update
-    before, update = torch.stack(states, 2), torch.stack(updates, 2)
-    y = (q * total.exp()[..., None]) @ before
-    y = y + ((q @ k.transpose(-1, -2)) * decay) @ update
+        state = kept * state + write @ update
+    y = (q * total.exp()[..., None]) @ torch.stack(states, 2)
+    y = y + ((q @ k.transpose(-1, -2)) * decay) @ torch.stack(updates, 2)
     return y.permute(0, 2, 3, 1, 4).flatten(1, 2)[:, :tokens]
