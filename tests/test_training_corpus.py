@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import lzma
 import random
+import subprocess
+import sys
 import zipfile
 
 import pytest
@@ -239,6 +241,18 @@ def test_special_tokens_are_the_last_ids_and_the_chat_template_is_that_of_the_tr
     assert ids.count(301) == ids.count(302) == 2
     start = loaded.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     assert text.startswith(start) and start.endswith("assistant\n")
+
+
+def test_the_core_imports_nothing_of_the_training():
+    script = (
+        "import sys, dflash_native.cli, dflash_native.generation, dflash_native.hub\n"
+        "print(*(name for name in sys.modules if 'training' in name and 'dflash' in name), sep=',')"
+    )
+    command = [sys.executable, "-c", script]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "\n"
+    script += "\nimport dflash_native.training"
+    command = [sys.executable, "-c", script + "; print(sys.modules['dflash_native.training'])"]
+    assert "training" in subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def test_the_splitting_rule_is_qwens():
