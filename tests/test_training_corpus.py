@@ -13,8 +13,10 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX
+from typer.testing import CliRunner
 
 from dflash_native.training import corpus, licences, tokenizer
+from dflash_native.training.__main__ import app
 from dflash_native.training.corpus import Builder, Source
 from dflash_native.training.documents import Document, Wheel, chats, clean, html_text, is_ordinary
 
@@ -202,6 +204,18 @@ def test_a_source_whose_file_or_licence_is_another_is_refused(tmp_path):
     other = Source(**{**vars(source), "licence": "Apache-2.0"})
     with pytest.raises(licences.LicenceError, match=r"thing-1.0 under Apache-2.0 but got MIT"):
         corpus.open_source(other, tmp_path / "wheels", None)
+
+
+def test_a_list_is_made_of_wheels_and_says_which_are_refused(tmp_path):
+    good = wheel(tmp_path / "wheels", {})
+    wheel(tmp_path / "wheels", {}, licence=GPL, name="other")
+    out = tmp_path / "sources.json"
+    arguments = ["sources", "--wheels", str(tmp_path / "wheels"), "--out", str(out)]
+    found = CliRunner().invoke(app, arguments)
+    assert "1 sources, 1 wheels refused" in found.output
+    assert "other-1.0-py3-none-any.whl: [licences] expected a permissive text" in found.output
+    listed = corpus.read_sources(out)
+    assert listed == [Source("thing", "1.0", "MIT", good.name, corpus.sha256(good), 4.0)]
 
 
 def test_the_list_of_sources_names_permissive_licences_only():

@@ -26,6 +26,24 @@ _RUN = Path("training-run")
 
 
 @app.command()
+def sources(
+    wheels: Annotated[Path, typer.Option(help="The wheels to list.")] = Path("wheels"),
+    library: Annotated[Path | None, typer.Option(help="The standard library to list.")] = None,
+    version: Annotated[str, typer.Option(help="Its version.")] = "",
+    out: Annotated[Path | None, typer.Option(show_default="sources.json beside the code")] = None,
+) -> None:
+    """Make the list of sources anew from wheels on the disk; says which are refused and why."""
+    from . import corpus as stage
+
+    limits = {source.name.lower(): source.megabytes for source in stage.read_sources()}
+    found, refused = stage.make_list(wheels, library, version, limits, default=4.0)
+    stage.write_sources(found, out or stage.SOURCES)
+    for line in refused:
+        typer.echo(line)
+    typer.echo(f"{len(found)} sources, {len(refused)} wheels refused")
+
+
+@app.command()
 def corpus(
     run: Run = _RUN,
     wheels: Annotated[Path, typer.Option(help="Where wheels are kept.")] = Path("wheels"),

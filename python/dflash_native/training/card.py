@@ -171,7 +171,7 @@ def _data(corpus: dict[str, Any], tokens: dict[str, Any]) -> str:
     return (
         "## Data and licences\n\n"
         f"{files['files']:,} files, {files['kept']:,} kept ({dropped}): {characters}, of which "
-        f"{tokens['train']['tokens']:,} tokens were used. One file of code of 50 and one of prose "
+        f"{tokens['train']['tokens']:,} tokens were used. One file of code of 50 and one of prose"
         " of 10 are held out, by the hash of the path; the chats are made of documented functions "
         "of the training part.\n\n"
         "Each source's licence was checked by `training/licences.py`: the metadata and every "
