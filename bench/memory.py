@@ -136,9 +136,12 @@ def grown(samples: list[dict[str, int]]) -> list[str]:
 
 
 def chat(
-    target: Target, drafter: WatchedDrafter, options: argparse.Namespace, weights: int
+    target: Target, drafter: WatchedDrafter, options: argparse.Namespace, held_besides: int
 ) -> tuple[list[dict[str, int]], list[str]]:
-    """A row for each turn of one session, and the turns that hold more than they may."""
+    """A row for each turn of one session, and the turns that hold more than they may.
+
+    `held_besides`: bytes of the weights, and of what the process held before.
+    """
     rows, wrong = [], []
     with Session(target, drafter) as session:
         for turn in range(1, options.turns + 1):
@@ -149,7 +152,7 @@ def chat(
                 session.round(end - len(session.tokens))
             row = {"turn": turn, "tokens": len(session.tokens), **used(), **held(session, drafter)}
             caches = row["keys_values"] + row["recurrent"] + row["draft"]
-            row["bound"] = int(weights + SLACK * caches + last_round(target, drafter) + SPARE)
+            row["bound"] = int(held_besides + SLACK * caches + last_round(target, drafter) + SPARE)
             if row["active"] > row["bound"]:
                 wrong.append(f"turn {turn} holds {row['active']} bytes of at most {row['bound']}")
             rows.append(row)
@@ -158,6 +161,7 @@ def chat(
 
 def run(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     """Phases, the long text, the chat."""
+    before = used()["active"]
     phases, dtype = Phases(), getattr(mx, options.dtype)
     progress("loading")
     if options.shape is None:
@@ -191,7 +195,7 @@ def run(options: argparse.Namespace, progress: Progress) -> dict[str, Any]:
     samples, wrong = long_text(target, drafter, options, progress)
     phases.end("the long text")
     progress(f"a chat of {options.turns} turns")
-    turns, over = chat(target, drafter, options, weights + packed)
+    turns, over = chat(target, drafter, options, before + weights + packed)
     phases.end("the chat")
     return {
         "weights": weights,

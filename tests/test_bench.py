@@ -69,6 +69,16 @@ def row_names(value, inside=False):
     return set(value) if inside and isinstance(value, dict) else set()
 
 
+def test_what_the_process_held_before_is_not_the_chats(capsys):
+    """The bound of a turn was compared with all that the process holds: among other tests, which
+    keep their models, each turn held 1.5 GB of at most 5.6 MB.
+    """
+    before = mx.ones((100, 1_000_000))
+    mx.eval(before)
+    assert main(["memory", "--quick", "--json", *RUNS["memory"]]) == 0
+    assert json.loads(capsys.readouterr().out)["chat"][0]["active"] > before.nbytes
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_a_quick_run_gives_a_document_whose_fields_are_documented(name, documents, capsys):
     document = documents(name, capsys)
