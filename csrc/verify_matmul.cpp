@@ -287,7 +287,8 @@ std::vector<mx::array> verify_matmuls(
   }
   const mx::Shape leading(x.shape().begin(), x.shape().end() - 1);
   auto alike = [&](const Product& each) { return each.like(products[0]); };
-  if (cuda::runs_on(stream) && std::all_of(products.begin(), products.end(), alike)) {
+  if (products.size() > 1 && cuda::runs_on(stream) &&
+      std::all_of(products.begin(), products.end(), alike)) {
     std::vector<std::vector<mx::array>> given;
     std::vector<mx::Shape> shapes;
     for (const auto& each : products) {

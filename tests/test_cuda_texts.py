@@ -37,6 +37,7 @@ def products(dtype):
         ops.verify_matmul(x, four, **parts, stream=mx.gpu)
     three = [{"weight": zeros(n, 512, dtype=dtype), "bias": zeros(n)} for n in (96, 8, 40)]
     assert [y.shape[-1] for y in ops.verify_matmuls(x, three, stream=mx.gpu)] == [96, 8, 40]
+    assert ops.verify_matmuls(x, [], stream=mx.gpu) == []  # read past the end of none
     unlike = [dict(weight=four, **parts), *three[:1]]
     assert len(ops.verify_matmuls(x, unlike, stream=mx.gpu)) == 2
     experts, which = zeros(3, 256, 512, dtype=dtype), mx.array([2, 0, 1, 1, 0])
